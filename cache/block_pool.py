@@ -1,0 +1,113 @@
+"""Ids with reference counts, a free list, and an LRU of unreferenced published ids.
+
+The pool knows nothing of what an id stands for: K/V blocks and state slots use the same class.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+
+class BlockPool:
+    """Owner of the ids [1, num_ids). Id 0 is padding: never handed out, never published.
+
+    Every id is free, referenced (count > 0, published or not) or evictable (count 0, published).
+    `allocate` prefers free ids, then the least recently released evictable one; `on_evict(id)` runs
+    before an evicted id is handed out, so that an index can forget it.
+
+    Invariants, checked by `check()`:
+    1. free, evictable and referenced ids are disjoint and are all of [1, num_ids).
+    2. reference counts are >= 0 and positive exactly for referenced ids.
+    3. free ids are unpublished, evictable ids are published.
+    4. id 0 is in none of them.
+    """
+
+    def __init__(self, num_ids: int, on_evict: Callable[[int], object] | None = None) -> None:
+        if num_ids < 2:
+            raise ValueError(f"a pool needs at least 2 ids (id 0 is padding), got {num_ids}")
+        self.num_ids = num_ids
+        self._on_evict = on_evict
+        self._refs = [0] * num_ids
+        self._published = [False] * num_ids
+        self._free: deque[int] = deque(range(1, num_ids))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self.num_evictions = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
+
+    @property
+    def num_available(self) -> int:
+        """Ids that `allocate` can still hand out."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_in_use(self) -> int:
+        return self.num_ids - 1 - self.num_available
+
+    def ref_count(self, id_: int) -> int:
+        return self._refs[id_]
+
+    def is_published(self, id_: int) -> bool:
+        return self._published[id_]
+
+    def allocate(self) -> int | None:
+        """A private id with one reference, or None when every id is referenced."""
+        if self._free:
+            id_ = self._free.popleft()
+        elif self._evictable:
+            id_, _ = self._evictable.popitem(last=False)
+            self._published[id_] = False
+            self.num_evictions += 1
+            if self._on_evict is not None:
+                self._on_evict(id_)
+        else:
+            return None
+        self._refs[id_] = 1
+        return id_
+
+    def acquire(self, id_: int) -> None:
+        """One more reference to a published or referenced id: it stays until it is released."""
+        assert self._refs[id_] > 0 or id_ in self._evictable, f"id {id_} is free"
+        self._evictable.pop(id_, None)
+        self._refs[id_] += 1
+
+    def release(self, id_: int) -> None:
+        """Give one reference back: the last one makes a published id evictable, last in line,
+        and any other id free."""
+        assert self._refs[id_] > 0, f"id {id_} released more often than acquired"
+        self._refs[id_] -= 1
+        if self._refs[id_] == 0:
+            if self._published[id_]:
+                self._evictable[id_] = None
+            else:
+                self._free.append(id_)
+
+    def publish(self, id_: int) -> None:
+        """Mark a referenced id as shared content, to be kept after its last release."""
+        assert self._refs[id_] > 0, f"id {id_} published without a reference"
+        assert not self._published[id_], f"id {id_} published twice"
+        self._published[id_] = True
+
+    def unpublish(self, id_: int) -> None:
+        """Undo `publish`; an unreferenced id becomes free at once."""
+        assert self._published[id_], f"id {id_} is not published"
+        self._published[id_] = False
+        if self._refs[id_] == 0:
+            del self._evictable[id_]
+            self._free.append(id_)
+
+    def check(self) -> None:
+        free, evictable = set(self._free), set(self._evictable)
+        referenced = {i for i, count in enumerate(self._refs) if count > 0}
+        assert len(free) == len(self._free), "a free id is listed twice"
+        assert not free & evictable and not free & referenced and not evictable & referenced
+        assert free | evictable | referenced == set(range(1, self.num_ids)), "an id is lost"
+        assert min(self._refs) >= 0, "negative reference count"
+        assert not any(self._published[i] for i in free), "a free id is published"
+        assert all(self._published[i] for i in evictable), "an unpublished id is kept"
+        assert not self._published[0] and 0 not in referenced, "id 0 is in use"

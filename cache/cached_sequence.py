@@ -1,0 +1,101 @@
+"""What the cache knows of one request: tokens, two hash chains, and everything it holds."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cache.hashing import TOKEN_TYPECODE, HashDomain, MultimodalItem, Namespace, PrefixHash
+
+
+@dataclass(frozen=True)
+class StateSource:
+    """A pinned slot that the next step reads: it holds the state after `boundary` tokens."""
+
+    slot_id: int
+    boundary: int
+
+
+@dataclass(frozen=True)
+class PendingSave:
+    """The live slot holds the state of `boundary` now; it is to be published under `key`."""
+
+    boundary: int
+    key: PrefixHash
+
+
+class CachedSequence:
+    """Tokens and holdings of a request. Only the block managers change the holdings.
+
+    num_computed_tokens: tokens whose K/V *and* state exist for this sequence.
+    block_hashes, linear_state_hashes: chained keys of the whole steps of the *prompt*, each in its
+        own domain; extended by `update_*`, cut back by `rewrite_tail`. Generated tokens get no key:
+        what a decode step wrote is not published.
+    block_table: K/V blocks, one reference each.
+    live_slot: the slot it writes, one reference.
+    state_source: read by the next step instead of the live slot, one reference.
+    snapshots: (boundary, slot) the running step writes, one reference each.
+    """
+
+    def __init__(
+        self,
+        token_ids: Iterable[int],
+        *,
+        namespace: Namespace = Namespace(),  # noqa: B008 (frozen)
+        multimodal_items: Sequence[MultimodalItem] = (),
+    ) -> None:
+        self.token_ids = array(TOKEN_TYPECODE, token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.namespace = namespace
+        self.multimodal_items = tuple(multimodal_items)
+        self.block_hashes: list[PrefixHash] = []
+        self.linear_state_hashes: list[PrefixHash] = []
+        self.block_table: list[int] = []
+        self.num_published_blocks = 0
+        self.live_slot: int | None = None
+        self.state_source: StateSource | None = None
+        self.pending_save: PendingSave | None = None
+        self.snapshots: list[tuple[int, int]] = []
+        self.branch_boundary = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.num_computed_tokens < self.num_prompt_tokens
+
+    def append_token(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+
+    def update_block_hashes(self, domain: HashDomain) -> None:
+        """Add the K/V keys of all whole blocks of the prompt that have none yet."""
+        self._extend(self.block_hashes, domain)
+
+    def update_linear_state_hashes(self, domain: HashDomain) -> None:
+        """Add the state keys of all whole strides of the prompt that have none yet."""
+        self._extend(self.linear_state_hashes, domain)
+
+    def _extend(self, chain: list[PrefixHash], domain: HashDomain) -> None:
+        if (len(chain) + 1) * domain.step <= self.num_prompt_tokens:
+            domain.extend(
+                chain,
+                domain.root(self.namespace),
+                self.token_ids,
+                self.num_prompt_tokens,
+                self.multimodal_items,
+            )
+
+    def rewrite_tail(
+        self, position: int, token_ids: Iterable[int], *, block_size: int, chunk_stride: int
+    ) -> None:
+        """Replace the prompt from `position` on; keys of changed chunks are dropped.
+
+        Only for a sequence that holds nothing from `position` on (assert).
+        """
+        assert self.num_computed_tokens <= position <= self.num_prompt_tokens == self.num_tokens
+        self.token_ids = self.token_ids[:position] + array(TOKEN_TYPECODE, token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        del self.block_hashes[position // block_size :]
+        del self.linear_state_hashes[position // chunk_stride :]

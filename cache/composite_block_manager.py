@@ -1,0 +1,198 @@
+"""Joins the K/V leaf and the LINEAR leaf: one boundary for both, all or nothing."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cache.cached_sequence import CachedSequence
+from cache.kv_block_manager import KVBlockManager
+from cache.linear_state_block_manager import LinearStateBlockManager
+
+
+class MissReason(StrEnum):
+    """Why nothing was reused."""
+
+    DISABLED = "disabled"  # prefix caching is off
+    BELOW_STRIDE = "below_stride"  # no whole stride lies below the final token
+    NAMESPACE = "namespace"  # only other namespaces hold states
+    KV_SHORTER = "kv_shorter"  # states exist, but only deeper than the K/V that is left
+    EVICTED = "evicted"  # a state of this prefix was saved and evicted
+    NO_SLOT = "no_slot"  # a state exists, but no slot was left to run on beside it
+    RESTORE_FAILED = "restore_failed"  # it was computed in full after a failed restore
+    NO_CHECKPOINT = "no_checkpoint"  # no state of this prefix was ever saved
+
+
+@dataclass(frozen=True)
+class Match:
+    """What can be reused now: `boundary` tokens, K/V and state alike. 0 comes with a reason."""
+
+    boundary: int
+    kv_reach: int
+    miss_reason: MissReason | None
+
+
+class CompositeBlockManager:
+    """The scheduler's one door to both leaves.
+
+    `linear` is None for a model without recurrent layers: then K/V alone decides, in whole strides.
+    """
+
+    def __init__(
+        self,
+        kv: KVBlockManager,
+        linear: LinearStateBlockManager | None,
+        *,
+        chunk_stride: int,
+        enable_prefix_caching: bool,
+    ) -> None:
+        self.kv = kv
+        self.linear = linear
+        self.chunk_stride = chunk_stride
+        self.enabled = enable_prefix_caching
+        self.num_queries = 0
+        self.num_hits = 0
+        self.num_tokens_reused = 0
+        self.misses: Counter[MissReason] = Counter()
+
+    # ---- probing
+
+    def match(self, seq: CachedSequence) -> Match:
+        """Probe: the deepest boundary L <= min(K/V reach, final token - 1) that has a state.
+
+        Never below what the sequence has computed already. Changes nothing but its hashes.
+        """
+        if not self.enabled:
+            return Match(seq.num_computed_tokens, 0, MissReason.DISABLED)
+        reach = self.kv.reach(seq)
+        limit = min(reach, seq.num_prompt_tokens - 1)
+        if self.linear is None:
+            boundaries = list(range(self.chunk_stride, limit + 1, self.chunk_stride))
+        else:
+            boundaries = self.linear.allocate_shared(seq)
+        deeper = [b for b in boundaries if seq.num_computed_tokens < b <= limit]
+        if not deeper:
+            return Match(seq.num_computed_tokens, reach, self._reason(seq, boundaries))
+        if self.linear is not None and not self.linear.can_mount(seq, deeper[-1]):
+            return Match(seq.num_computed_tokens, reach, MissReason.NO_SLOT)
+        return Match(deeper[-1], reach, None)
+
+    def _reason(self, seq: CachedSequence, boundaries: list[int]) -> MissReason:
+        if seq.num_prompt_tokens <= self.chunk_stride:
+            return MissReason.BELOW_STRIDE
+        if self.linear is None:
+            return MissReason.NO_CHECKPOINT
+        if boundaries:
+            return MissReason.KV_SHORTER
+        if any(self.linear.cache.was_evicted(key) for key in seq.linear_state_hashes):
+            return MissReason.EVICTED
+        if self.linear.cache.holds_only_other_namespaces(seq.namespace):
+            return MissReason.NAMESPACE
+        return MissReason.NO_CHECKPOINT
+
+    def count_query(self, num_cached_tokens: int, miss_reason: MissReason | None) -> None:
+        """Statistics of one request whose prompt is computed: a hit or a miss with its reason."""
+        self.num_queries += 1
+        if num_cached_tokens > 0:
+            self.num_hits += 1
+            self.num_tokens_reused += num_cached_tokens
+        else:
+            assert miss_reason is not None, "a miss without a reason"
+            self.misses[miss_reason] += 1
+
+    # ---- one step
+
+    def allocate(self, seq: CachedSequence, match: Match, end: int) -> bool:
+        """Everything seq needs to run [match.boundary, end); False, and nothing taken, if it can't.
+
+        Shares K/V up to exactly the boundary, pins its state as the source, and moves
+        num_computed_tokens there.
+        """
+        held = len(seq.block_table)
+        jump = match.boundary > seq.num_computed_tokens
+        source = None
+        if jump and self.linear is not None:
+            source = self.linear.mount(seq, match.boundary)
+            assert source.boundary == match.boundary
+        if jump:
+            self.kv.acquire_shared(seq, match.boundary)
+        enough = self.kv.allocate(seq, end)
+        if enough and self.linear is not None:
+            enough = self.linear.allocate_for_sequence(seq)
+        if not enough:
+            self.kv.truncate(seq, held)
+            if source is not None and self.linear is not None:
+                self.linear.unmount(source)
+            return False
+        if source is not None and self.linear is not None:
+            self.linear.set_source(seq, source)
+        if jump:
+            seq.num_computed_tokens = match.boundary
+            seq.num_published_blocks = match.boundary // self.kv.block_size
+        return True
+
+    def plan_saves(self, seq: CachedSequence, match: Match, end: int) -> None:
+        """Take the slots that the prefill step [num_computed_tokens, end) snapshots into.
+
+        Where the K/V of another prompt goes further than any state, the prompts part: one state is
+        saved at that point, so that the next prompt with this prefix finds it.
+        """
+        if self.linear is None or not self.enabled:
+            return
+        fork = min(match.kv_reach, seq.num_prompt_tokens - 1)
+        seq.branch_boundary = max(
+            seq.branch_boundary, fork // self.chunk_stride * self.chunk_stride
+        )
+        self.linear.plan_snapshots(seq, seq.num_computed_tokens, end)
+
+    def commit(self, seq: CachedSequence, end: int) -> None:
+        """The step that computed [num_computed_tokens, end) was issued: publish what it wrote."""
+        seq.num_computed_tokens = end
+        if self.enabled:
+            seq.update_block_hashes(self.kv.domain)
+            self.kv.publish(seq)
+        if self.linear is not None:
+            self.linear.commit(seq)
+
+    # ---- leaving
+
+    def release(self, seq: CachedSequence) -> None:
+        """Finish, abort or preemption: flush a pending save and give everything back."""
+        if self.linear is not None:
+            self.linear.release(seq)
+        self._rewind(seq)
+
+    def discard(self, seq: CachedSequence) -> None:
+        """The step failed or its restore did: give everything back, publish nothing more."""
+        if self.linear is not None:
+            self.linear.discard(seq)
+        self._rewind(seq)
+
+    def _rewind(self, seq: CachedSequence) -> None:
+        self.kv.release(seq)
+        seq.num_computed_tokens = 0
+        seq.branch_boundary = 0
+
+    def check(self, sequences: Iterable[CachedSequence]) -> None:
+        """Invariants of both leaves, and that every reference is held by one of these sequences."""
+        sequences = list(sequences)
+        self.kv.check()
+        blocks = Counter(id_ for seq in sequences for id_ in seq.block_table)
+        for id_ in range(1, self.kv.pool.num_ids):
+            assert self.kv.pool.ref_count(id_) == blocks[id_], f"block {id_} leaks"
+        if self.linear is None:
+            return
+        self.linear.check()
+        slots: Counter[int] = Counter()
+        for seq in sequences:
+            slots.update(slot for _, slot in seq.snapshots)
+            slots.update([] if seq.live_slot is None else [seq.live_slot])
+            slots.update([] if seq.state_source is None else [seq.state_source.slot_id])
+        for id_ in range(1, self.linear.pool.num_ids):
+            assert self.linear.pool.ref_count(id_) == slots[id_], f"slot {id_} leaks"
+        live = [seq.live_slot for seq in sequences if seq.live_slot is not None]
+        assert len(set(live)) == len(live) == self.linear.num_live, "live slots are not exclusive"
+        pending = [seq.live_slot for seq in sequences if seq.pending_save is not None]
+        published = self.linear.cache.slot_ids()
+        assert not published & set(live), "a published slot is being written"
+        assert None not in pending, "a pending save without a live slot"

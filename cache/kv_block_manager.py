@@ -1,0 +1,80 @@
+"""The K/V leaf: paged blocks, shared by reference along a chained hash."""
+
+from cache.block_pool import BlockPool
+from cache.cached_sequence import CachedSequence
+from cache.hashing import HashDomain
+from cache.prefix_index import PrefixIndex
+
+
+class KVBlockManager:
+    """Gives sequences blocks of `block_size` tokens and shares the published ones.
+
+    A sequence owns one reference to each id of its block table and gives it back in `release`.
+    Blocks are published only when every row was written by prefill (`publish`), and only under the
+    sequence's own recorded hash.
+    """
+
+    def __init__(self, num_blocks: int, domain: HashDomain) -> None:
+        self.block_size = domain.step
+        self.domain = domain
+        self._index: PrefixIndex[None] = PrefixIndex()
+        self.pool = BlockPool(num_blocks, on_evict=self._index.forget)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def reach(self, seq: CachedSequence) -> int:
+        """Probe: tokens served by the sequence's own blocks and the published ones that follow."""
+        seq.update_block_hashes(self.domain)
+        index = seq.num_computed_tokens // self.block_size
+        while index < len(seq.block_hashes) and self._index.contains(seq.block_hashes[index]):
+            index += 1
+        return max(seq.num_computed_tokens, index * self.block_size)
+
+    def acquire_shared(self, seq: CachedSequence, boundary: int) -> None:
+        """Append the published blocks up to `boundary`, a multiple of the block within reach."""
+        for key in seq.block_hashes[len(seq.block_table) : boundary // self.block_size]:
+            found = self._index.find(key)
+            assert found is not None, "K/V block within reach is not published"
+            self.pool.acquire(found[0])
+            seq.block_table.append(found[0])
+
+    def allocate(self, seq: CachedSequence, num_tokens: int) -> bool:
+        """Grow the block table to num_tokens tokens; False, and nothing changed, without room."""
+        missing = self.num_blocks_for(num_tokens) - len(seq.block_table)
+        if missing > self.pool.num_available:
+            return False
+        for _ in range(missing):
+            id_ = self.pool.allocate()
+            assert id_ is not None
+            seq.block_table.append(id_)
+        return True
+
+    def truncate(self, seq: CachedSequence, num_blocks: int) -> None:
+        """Give back the blocks after the first num_blocks, the last one first."""
+        while len(seq.block_table) > num_blocks:
+            self.pool.release(seq.block_table.pop())
+        seq.num_published_blocks = min(seq.num_published_blocks, num_blocks)
+
+    def publish(self, seq: CachedSequence) -> None:
+        """Publish the whole prompt blocks below num_computed_tokens, once their step was issued.
+
+        A block whose key another sequence published first stays private.
+        """
+        computed = min(seq.num_computed_tokens, seq.num_prompt_tokens) // self.block_size
+        for index in range(seq.num_published_blocks, computed):
+            key, id_ = seq.block_hashes[index], seq.block_table[index]
+            if not self._index.contains(key):
+                self.pool.publish(id_)
+                self._index.insert(key, id_, None)
+        seq.num_published_blocks = max(seq.num_published_blocks, computed)
+
+    def release(self, seq: CachedSequence) -> None:
+        """Give back everything: later blocks become least recently used before earlier ones."""
+        self.truncate(seq, 0)
+
+    def check(self) -> None:
+        self.pool.check()
+        self._index.check()
+        published = {i for i in range(1, self.pool.num_ids) if self.pool.is_published(i)}
+        assert published == self._index.ids(), "published blocks and the index disagree"

@@ -1,0 +1,205 @@
+"""The LINEAR leaf: live slots, checkpoints, and the moves between them. Host bookkeeping only."""
+
+from collections import Counter
+
+from cache.block_pool import BlockPool
+from cache.cached_sequence import CachedSequence, PendingSave, StateSource
+from cache.hashing import HashDomain, PrefixHash
+from cache.linear_state_prefix_cache import Checkpoint, LinearStatePrefixCache
+from cache.ops import NO_SLOT, LinearStateCacheOp
+
+
+class LinearStateBlockManager:
+    """Owner of the slot ids [1, num_slots), live and checkpoint alike.
+
+    A live slot is referenced by its sequence; a checkpoint is published in the index and
+    referenced only while a step reads it. A checkpoint is never a reason to refuse a request:
+    unreferenced ones are evicted for live slots (`participates_in_admission` is False).
+
+    Saving never takes the slots that sequences not yet running will need: `max_num_seqs` live slots
+    are always obtainable, except for the sources pinned by the present step.
+    """
+
+    participates_in_admission = False
+
+    def __init__(
+        self,
+        num_slots: int,
+        domain: HashDomain,
+        *,
+        checkpoint_every: int,
+        max_num_seqs: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.chunk_stride = domain.step
+        self.domain = domain
+        self.checkpoint_every = checkpoint_every
+        self.max_num_seqs = max_num_seqs
+        self.enabled = enable_prefix_caching
+        self.cache = LinearStatePrefixCache(domain.step)
+        self.pool = BlockPool(num_slots, on_evict=self.cache.forget)
+        self.num_live = 0
+        self.num_saves = 0
+        self.saves_skipped: Counter[str] = Counter()
+
+    # ---- probing and mounting
+
+    def allocate_shared(self, seq: CachedSequence) -> list[int]:
+        """Probe: all boundaries that could be restored for this prompt, ascending. K/V-blind."""
+        seq.update_linear_state_hashes(self.domain)
+        return self.cache.match(seq.linear_state_hashes, seq.num_prompt_tokens)
+
+    def can_mount(self, seq: CachedSequence, boundary: int) -> bool:
+        """Whether, with that checkpoint pinned, a live slot is left for the sequence."""
+        checkpoint = self._checkpoint(seq, boundary)
+        pinning = int(self.pool.ref_count(checkpoint.slot_id) == 0)
+        return seq.live_slot is not None or self.pool.num_available - pinning >= 1
+
+    def mount(self, seq: CachedSequence, boundary: int) -> StateSource:
+        """Pin the checkpoint of a probed boundary. It becomes the restore source, never a block."""
+        checkpoint = self._checkpoint(seq, boundary)
+        self.pool.acquire(checkpoint.slot_id)
+        return StateSource(checkpoint.slot_id, checkpoint.boundary)
+
+    def unmount(self, source: StateSource) -> None:
+        self.pool.release(source.slot_id)
+
+    def set_source(self, seq: CachedSequence, source: StateSource) -> None:
+        """The next step of seq reads this pinned source; an earlier one is given back."""
+        self._release_source(seq)
+        seq.state_source = source
+
+    def _checkpoint(self, seq: CachedSequence, boundary: int) -> Checkpoint:
+        checkpoint = self.cache.find(self._key(seq, boundary))
+        assert checkpoint is not None, f"no checkpoint at {boundary}"
+        assert checkpoint.boundary == boundary, f"{checkpoint} found under boundary {boundary}"
+        return checkpoint
+
+    def _key(self, seq: CachedSequence, boundary: int) -> PrefixHash:
+        return seq.linear_state_hashes[boundary // self.chunk_stride - 1]
+
+    # ---- one step
+
+    def allocate_for_sequence(self, seq: CachedSequence) -> bool:
+        """First the deferred save, then a live slot if the sequence has none. False: no slot."""
+        self.flush_save(seq, rotate=True)
+        if seq.live_slot is None:
+            seq.live_slot = self.pool.allocate()
+            if seq.live_slot is None:
+                return False
+            self.num_live += 1
+        return True
+
+    def plan_snapshots(self, seq: CachedSequence, start: int, end: int) -> None:
+        """Take slots for the boundaries strictly inside the prefill step [start, end)."""
+        assert not seq.snapshots, "snapshots of an earlier step were not committed"
+        first = (start // self.chunk_stride + 1) * self.chunk_stride
+        for boundary in range(first, end, self.chunk_stride):
+            if not self._is_save_point(seq, boundary):
+                continue
+            slot = self._slot_for_save(self._key(seq, boundary))
+            if slot is not None:
+                seq.snapshots.append((boundary, slot))
+
+    def commit(self, seq: CachedSequence) -> None:
+        """The step was issued: publish its snapshots, unpin its source, record its end's save."""
+        for boundary, slot in seq.snapshots:
+            self._publish(seq, slot, boundary, self._key(seq, boundary))
+            self.pool.release(slot)
+        seq.snapshots.clear()
+        self._release_source(seq)
+        boundary = seq.num_computed_tokens
+        on_grid = boundary % self.chunk_stride == 0 and boundary <= seq.num_prompt_tokens
+        if on_grid and self._is_save_point(seq, boundary):
+            seq.pending_save = PendingSave(boundary, self._key(seq, boundary))
+
+    def cache_op(self, seq: CachedSequence) -> LinearStateCacheOp:
+        """What the worker is told about this row."""
+        assert seq.live_slot is not None
+        if seq.state_source is None:
+            return LinearStateCacheOp(seq.live_slot)
+        source = seq.state_source
+        return LinearStateCacheOp(seq.live_slot, True, source.slot_id, source.boundary)
+
+    # ---- saving
+
+    def flush_save(self, seq: CachedSequence, *, rotate: bool) -> None:
+        """Publish the live slot under its recorded hash.
+
+        rotate: the sequence goes on: it gets a new live slot and reads the published one once.
+        Otherwise the sequence is leaving and keeps the slot until `release`.
+        """
+        save, seq.pending_save = seq.pending_save, None
+        if save is None:
+            return
+        assert seq.live_slot is not None and save.boundary == seq.num_computed_tokens, save
+        if not rotate:
+            self._publish(seq, seq.live_slot, save.boundary, save.key)
+            return
+        new_slot = self._slot_for_save(save.key)
+        if new_slot is not None:
+            self._publish(seq, seq.live_slot, save.boundary, save.key)
+            self.set_source(seq, StateSource(seq.live_slot, save.boundary))
+            seq.live_slot = new_slot
+
+    def _is_save_point(self, seq: CachedSequence, boundary: int) -> bool:
+        if not self.enabled:
+            return False
+        prompt_end = (seq.num_prompt_tokens - 1) // self.chunk_stride * self.chunk_stride
+        return boundary % self.checkpoint_every == 0 or boundary in (
+            prompt_end,
+            seq.branch_boundary,
+        )
+
+    def _slot_for_save(self, key: PrefixHash) -> int | None:
+        if self.cache.contains(key):
+            self.saves_skipped["duplicate"] += 1
+            return None
+        if self.pool.num_available <= max(0, self.max_num_seqs - self.num_live):
+            self.saves_skipped["no_slot"] += 1
+            return None
+        return self.pool.allocate()
+
+    def _publish(self, seq: CachedSequence, slot: int, boundary: int, key: PrefixHash) -> None:
+        if self.cache.contains(key):  # another row of the same step was first
+            self.saves_skipped["duplicate"] += 1
+            return
+        self.pool.publish(slot)
+        self.cache.insert(key, Checkpoint(slot, boundary, seq.namespace))
+        self.num_saves += 1
+
+    # ---- leaving
+
+    def release(self, seq: CachedSequence) -> None:
+        """Give back everything. A pending save is published first: it costs nothing now."""
+        self.flush_save(seq, rotate=False)
+        self.discard(seq)
+
+    def discard(self, seq: CachedSequence) -> None:
+        """Give back everything and publish nothing: the slots' contents are not to be trusted."""
+        seq.pending_save = None
+        for _, slot in seq.snapshots:
+            self.pool.release(slot)
+        seq.snapshots.clear()
+        self._release_source(seq)
+        if seq.live_slot is not None:
+            self.pool.release(seq.live_slot)
+            seq.live_slot = None
+            self.num_live -= 1
+
+    def quarantine(self, slot: int) -> None:
+        """Forget a checkpoint that could not be restored; later requests will not find it."""
+        if slot != NO_SLOT and 0 < slot < self.pool.num_ids and self.pool.is_published(slot):
+            self.cache.forget(slot)
+            self.pool.unpublish(slot)
+
+    def _release_source(self, seq: CachedSequence) -> None:
+        if seq.state_source is not None:
+            self.pool.release(seq.state_source.slot_id)
+            seq.state_source = None
+
+    def check(self) -> None:
+        self.pool.check()
+        self.cache.check()
+        published = {i for i in range(1, self.pool.num_ids) if self.pool.is_published(i)}
+        assert published == self.cache.slot_ids(), "published slots and the index disagree"

@@ -1,0 +1,107 @@
+"""The checkpoint index: which token boundaries of which prefixes have a saved state."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from cache.hashing import Namespace, PrefixHash
+from cache.prefix_index import PrefixIndex
+
+_REMEMBERED_EVICTIONS = 65_536
+
+
+class Provenance(Enum):
+    """How a state came to be: both are exact mathematics, only PREFILL repeats a prefill's bits."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published state: the slot that holds it and the number of tokens it stands for."""
+
+    slot_id: int
+    boundary: int
+    namespace: Namespace
+    provenance: Provenance = Provenance.PREFILL
+
+
+class LinearStatePrefixCache:
+    """Chained hash per `chunk_stride` tokens -> checkpoint. Probing changes nothing.
+
+    Owns no slots: the block manager holds the references and calls `forget` when a slot is evicted.
+
+    Invariants, checked by `check()`:
+    1. every entry's boundary is a positive multiple of chunk_stride.
+    2. every entry is filed under its own slot id.
+    3. the entries counted by namespace are all entries.
+    """
+
+    def __init__(self, chunk_stride: int) -> None:
+        self.chunk_stride = chunk_stride
+        self._index: PrefixIndex[Checkpoint] = PrefixIndex()
+        self._evicted: OrderedDict[PrefixHash, None] = OrderedDict()
+        self._by_namespace: Counter[Namespace] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def contains(self, key: PrefixHash) -> bool:
+        return self._index.contains(key)
+
+    def was_evicted(self, key: PrefixHash) -> bool:
+        """Whether a checkpoint under this key was forgotten (within the last 65,536)."""
+        return key in self._evicted
+
+    def match(self, hashes: Sequence[PrefixHash], num_tokens: int) -> list[int]:
+        """Boundaries that can be restored for a prompt of num_tokens tokens, ascending.
+
+        Every whole chunk strictly below the final token is probed, gaps allowed: the state of a
+        later boundary contains all before it. K/V reach is not looked at (the composite clamps).
+        """
+        last = max(0, num_tokens - 1) // self.chunk_stride
+        return [
+            (index + 1) * self.chunk_stride
+            for index, key in enumerate(hashes[:last])
+            if self._index.contains(key)
+        ]
+
+    def find(self, key: PrefixHash) -> Checkpoint | None:
+        """The checkpoint under a key; the caller acquires its slot."""
+        found = self._index.find(key)
+        return None if found is None else found[1]
+
+    def insert(self, key: PrefixHash, checkpoint: Checkpoint) -> None:
+        assert checkpoint.boundary > 0 and checkpoint.boundary % self.chunk_stride == 0, checkpoint
+        self._index.insert(key, checkpoint.slot_id, checkpoint)
+        self._by_namespace[checkpoint.namespace] += 1
+        self._evicted.pop(key, None)
+
+    def forget(self, slot_id: int) -> None:
+        """Drop the checkpoint in a slot and remember that it was there."""
+        key, checkpoint = self._index.forget(slot_id)
+        self._by_namespace[checkpoint.namespace] -= 1
+        if not self._by_namespace[checkpoint.namespace]:
+            del self._by_namespace[checkpoint.namespace]
+        self._evicted[key] = None
+        if len(self._evicted) > _REMEMBERED_EVICTIONS:
+            self._evicted.popitem(last=False)
+
+    def holds_only_other_namespaces(self, namespace: Namespace) -> bool:
+        """Whether there are checkpoints, and none of this namespace."""
+        return bool(self._by_namespace) and namespace not in self._by_namespace
+
+    def slot_ids(self) -> set[int]:
+        return self._index.ids()
+
+    def check(self) -> None:
+        self._index.check()
+        assert self._by_namespace.total() == len(self._index)
+        for slot_id in self._index.ids():
+            key = self._index.key_of(slot_id)
+            assert key is not None
+            entry = self.find(key)
+            assert entry is not None and entry.slot_id == slot_id
+            assert entry.boundary > 0 and entry.boundary % self.chunk_stride == 0

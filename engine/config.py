@@ -1,0 +1,144 @@
+"""Everything an engine is told at start, and the rules between the values."""
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from kernels import KERNEL_CHUNK
+
+Restore = Literal["copy", "redirect"]
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine; ValueError names the field, the value and the rule.
+
+    enable_prefix_caching: off: every prompt is prefilled in full, nothing is saved.
+    chunk_stride: step of the linear hash domain in tokens: the grid of boundaries where a state may
+        be saved or restored, and where a prefill may be cut.
+    checkpoint_every: tokens between the states that are saved on the way through a prompt.
+    block_size: tokens of a K/V block.
+    num_slots, num_blocks: pool sizes, padding id 0 included; None: from `memory_budget_bytes`.
+    max_num_seqs: sequences that run at once.
+    max_num_batched_tokens: token budget of one step.
+    restore: "redirect": the first step after a hit reads the checkpoint and writes the live slot;
+        "copy": one fused copy first. Equal bits.
+    device, dtype: where and in what the model runs; dtype None: as the weights are. States are
+        always float32.
+    hash_seed: seed of the prefix hashes.
+    memory_budget_bytes: for states and K/V together.
+    max_model_len: longest prompt + answer; None: the model's own limit.
+    """
+
+    enable_prefix_caching: bool = True
+    chunk_stride: int = KERNEL_CHUNK
+    checkpoint_every: int = 512
+    block_size: int = 64
+    num_slots: int | None = None
+    num_blocks: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    restore: Restore = "redirect"
+    device: str = "cpu"
+    dtype: str | None = None
+    hash_seed: int = 0
+    memory_budget_bytes: int = 2 << 30
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        for name in ("chunk_stride", "checkpoint_every", "block_size", "max_num_seqs"):
+            self._require(getattr(self, name) >= 1, name, "must be at least 1")
+        self._require(
+            self.chunk_stride % KERNEL_CHUNK == 0,
+            "chunk_stride",
+            f"must be a multiple of the kernel chunk, {KERNEL_CHUNK}",
+        )
+        self._require(
+            self.chunk_stride % self.block_size == 0,
+            "chunk_stride",
+            f"must be a multiple of block_size={self.block_size}",
+        )
+        self._require(
+            self.checkpoint_every % self.chunk_stride == 0,
+            "checkpoint_every",
+            f"must be a multiple of chunk_stride={self.chunk_stride}",
+        )
+        self._require(
+            self.max_num_batched_tokens >= self.chunk_stride,
+            "max_num_batched_tokens",
+            f"must be at least chunk_stride={self.chunk_stride}, or no prefill could advance",
+        )
+        if self.num_slots is not None:
+            self._require(
+                self.num_slots >= self.max_num_seqs + 1,
+                "num_slots",
+                f"must be at least max_num_seqs + 1 = {self.max_num_seqs + 1}: "
+                "one live slot a sequence and the padding slot",
+            )
+        if self.num_blocks is not None:
+            self._require(
+                self.num_blocks >= 2, "num_blocks", "must be at least 2: one block and the padding"
+            )
+        if self.max_model_len is not None:
+            self._require(self.max_model_len >= 2, "max_model_len", "must be at least 2")
+        self._require(self.memory_budget_bytes > 0, "memory_budget_bytes", "must be positive")
+        self._require(
+            self.restore in get_args(Restore), "restore", f"must be one of {get_args(Restore)}"
+        )
+        self._require(self.device == "cpu", "device", "must be 'cpu'")
+        self._require(self.dtype in (None, *_DTYPES), "dtype", f"must be None or in {_DTYPES}")
+        self._require(0 <= self.hash_seed < 1 << 64, "hash_seed", "must be in [0, 2**64)")
+
+    def _check_types(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kind = type(field.default) if field.default is not None else int
+            if field.name == "dtype":
+                kind = str
+            optional = field.default is None
+            if not (type(value) is kind or (optional and value is None)):
+                wanted = kind.__name__ + (" or None" if optional else "")
+                raise ValueError(f"{field.name} must be {wanted}, got {value!r}")
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"{name}={getattr(self, name)!r}: {rule}")
+
+
+def pool_sizes(
+    config: EngineConfig, *, slot_bytes: int, kv_bytes_per_token: int, max_model_len: int
+) -> tuple[int, int]:
+    """(num_slots, num_blocks) for a model, padding ids included.
+
+    What is given is taken. The rest comes out of the memory budget: first `max_num_seqs` live slots
+    and the padding, then K/V and checkpoints together, one checkpoint to each `checkpoint_every`
+    tokens of K/V, but no more K/V than all sequences at full length could use. ValueError when the
+    budget does not hold the live slots and one stride of K/V.
+    """
+    block_bytes = config.block_size * kv_bytes_per_token
+    live_slots = config.max_num_seqs + 1
+    left = config.memory_budget_bytes
+    left -= slot_bytes * (config.num_slots if config.num_slots is not None else live_slots)
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks
+        left -= num_blocks * block_bytes
+    else:
+        per_slot = config.checkpoint_every // config.block_size  # blocks that go with a checkpoint
+        saves = config.enable_prefix_caching and config.num_slots is None
+        share = block_bytes + (slot_bytes / per_slot if saves else 0.0)
+        num_blocks = int((left - block_bytes) // share) + 1 if share else 1 << 20
+        most = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
+        num_blocks = min(num_blocks, most)
+        if num_blocks < config.chunk_stride // config.block_size + 1:
+            raise ValueError(
+                f"memory_budget_bytes={config.memory_budget_bytes} holds no stride of K/V beside "
+                f"{live_slots} slots of {slot_bytes} bytes: raise it, lower max_num_seqs="
+                f"{config.max_num_seqs}, or give num_slots and num_blocks"
+            )
+        left -= num_blocks * block_bytes
+    if config.num_slots is not None:
+        return config.num_slots, num_blocks
+    extra = max(0, left) // slot_bytes if config.enable_prefix_caching and slot_bytes else 0
+    most = -(-num_blocks * config.block_size // config.chunk_stride)  # a state at every boundary
+    return live_slots + min(extra, most), num_blocks

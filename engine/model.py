@@ -1,0 +1,285 @@
+"""The dense Qwen3.5 text decoder on packed rows, states in slots and K/V in blocks."""
+
+from collections import Counter
+from collections.abc import Iterable
+from types import ModuleType
+
+import torch
+
+from cache.state_pool import StatePool, StateShape
+from engine.batch import ModelInputs, StateSlots
+from engine.model_config import ModelConfig
+from engine.weights import expected_tensors
+from kernels import ops_for
+from kernels.linear import ROW_MULTIPLE, PackedLinear
+
+Tensors = dict[str, torch.Tensor]
+
+
+class GatedDeltaNet:
+    """One linear-attention mixer. Its state lives in layer `index` of the state pool."""
+
+    def __init__(self, tensors: Tensors, config: ModelConfig, index: int, ops: ModuleType) -> None:
+        self.config, self.index, self.ops = config, index, ops
+        projections = ("qkv", "z", "b", "a")
+        self.in_proj = PackedLinear(
+            torch.cat([tensors.pop(f"in_proj_{name}.weight") for name in projections])
+        )
+        self.conv_weight = tensors.pop("conv1d.weight").squeeze(1)  # [C, W]
+        self.A_log = tensors.pop("A_log").float()
+        self.dt_bias = tensors.pop("dt_bias").float()
+        self.norm = tensors.pop("norm.weight").float()
+        self.out_proj = PackedLinear(tensors.pop("out_proj.weight"))
+
+    def __call__(self, x: torch.Tensor, inputs: ModelInputs, pool: StatePool) -> torch.Tensor:
+        """x [R, hidden] -> [R, hidden]"""
+        c = self.config
+        heads = c.linear_num_value_heads
+        qkv, z, b, a = self.in_proj(x).split(
+            [c.conv_channels, c.value_channels, heads, heads], dim=-1
+        )
+        g, beta = self.ops.delta_gates(a, b, self.A_log, self.dt_bias)
+        P, N = inputs.num_prefill_tokens, inputs.num_decodes
+        mixed = torch.zeros(x.shape[0], heads, c.linear_value_head_dim)
+        if P:
+            mixed[:P] = self._prefill(qkv[:P], g[:P], beta[:P], inputs, pool)
+        if N:
+            rows = slice(P, P + N)
+            mixed[rows] = self._step(qkv[rows], g[rows], beta[rows], inputs.decode_slots, pool)
+        z = z.unflatten(-1, (heads, -1))
+        normed = self.ops.gated_rms_norm(mixed, z, self.norm, eps=c.rms_norm_eps)
+        return self.out_proj(normed.flatten(1))
+
+    def _prefill(
+        self,
+        qkv: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        inputs: ModelInputs,
+        pool: StatePool,
+    ) -> torch.Tensor:
+        where = dict(
+            cu_seqlens=inputs.cu_seqlens,
+            read_slots=inputs.prefill_slots.read,
+            write_slots=inputs.prefill_slots.write,
+            snapshot_slots=inputs.snapshot_slots,
+        )
+        windows, states = pool.windows[:, self.index], pool.states[:, self.index]
+        qkv = self.ops.causal_conv_prefill(qkv, self.conv_weight, windows, **where)
+        return self.ops.gated_delta_prefill(*self._heads(qkv), g, beta, states, **where)
+
+    def _step(
+        self,
+        qkv: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        slots: StateSlots,
+        pool: StatePool,
+    ) -> torch.Tensor:
+        where = dict(read_slots=slots.read, write_slots=slots.write)
+        windows, states = pool.windows[:, self.index], pool.states[:, self.index]
+        qkv = self.ops.causal_conv_step(qkv, self.conv_weight, windows, **where)
+        return self.ops.gated_delta_step(*self._heads(qkv), g, beta, states, **where)
+
+    def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[T, C] -> q, k [T, H, K], v [T, HV, V]"""
+        c = self.config
+        q, k, v = qkv.split([c.key_channels, c.key_channels, c.value_channels], dim=-1)
+        nk, nv = c.linear_num_key_heads, c.linear_num_value_heads
+        return q.unflatten(-1, (nk, -1)), k.unflatten(-1, (nk, -1)), v.unflatten(-1, (nv, -1))
+
+
+class GatedAttention:
+    """One full-attention mixer. Its K/V live in layer `index` of the K/V cache."""
+
+    def __init__(self, tensors: Tensors, config: ModelConfig, index: int, ops: ModuleType) -> None:
+        self.config, self.index, self.ops = config, index, ops
+        self.in_proj = PackedLinear(
+            torch.cat([tensors.pop(f"{name}_proj.weight") for name in "qkv"])
+        )
+        self.q_norm = tensors.pop("q_norm.weight").float()
+        self.k_norm = tensors.pop("k_norm.weight").float()
+        self.out_proj = PackedLinear(tensors.pop("o_proj.weight"))
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        inputs: ModelInputs,
+        kv_cache: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """x [R, hidden] -> [R, hidden]"""
+        c, ops = self.config, self.ops
+        heads, kv, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        q_gate, k, v = self.in_proj(x).split([2 * heads * D, kv * D, kv * D], dim=-1)
+        q, gate = q_gate.unflatten(-1, (heads, 2, D)).unbind(2)  # per head: query, then gate
+        q = ops.rotary(ops.rms_norm(q, self.q_norm, eps=c.rms_norm_eps), *rotations)
+        k = k.unflatten(-1, (kv, D))
+        k = ops.rotary(ops.rms_norm(k, self.k_norm, eps=c.rms_norm_eps), *rotations)
+        k_cache, v_cache = kv_cache[self.index]
+        ops.write_kv(k, v.unflatten(-1, (kv, D)), k_cache, v_cache, inputs.kv_indices)
+        P, N = inputs.num_prefill_tokens, inputs.num_decodes
+        mixed = torch.zeros(x.shape[0], heads, D, dtype=x.dtype)
+        if P:
+            mixed[:P] = ops.attention_prefill(
+                q[:P],
+                gate[:P],
+                k_cache,
+                v_cache,
+                cu_seqlens=inputs.cu_seqlens,
+                start_positions=inputs.start_positions,
+                block_tables=inputs.prefill_block_tables,
+            )
+        if N:
+            mixed[P : P + N] = ops.attention_decode(
+                q[P : P + N],
+                gate[P : P + N],
+                k_cache,
+                v_cache,
+                kv_lens=inputs.kv_lens,
+                block_tables=inputs.decode_block_tables,
+            )
+        return self.out_proj(mixed.flatten(1))
+
+
+class DecoderLayer:
+    """Norm, mixer, norm, SwiGLU, with residuals."""
+
+    def __init__(
+        self, tensors: Tensors, config: ModelConfig, kind: str, index: int, ops: ModuleType
+    ) -> None:
+        self.eps, self.ops = config.rms_norm_eps, ops
+        self.input_norm = tensors.pop("input_layernorm.weight").float()
+        self.post_norm = tensors.pop("post_attention_layernorm.weight").float()
+        gate_up = [tensors.pop(f"mlp.{name}_proj.weight") for name in ("gate", "up")]
+        self.gate_up = PackedLinear(torch.cat(gate_up))
+        self.down = PackedLinear(tensors.pop("mlp.down_proj.weight"))
+        mixer_type = GatedDeltaNet if kind == "linear_attention" else GatedAttention
+        mixer = {name.split(".", 1)[1]: tensors.pop(name) for name in list(tensors)}
+        self.mixer: GatedDeltaNet | GatedAttention = mixer_type(mixer, config, index, ops)
+        assert not mixer, f"tensors that no layer uses: {sorted(mixer)}"
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        inputs: ModelInputs,
+        pool: StatePool | None,
+        kv_cache: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """x [R, hidden] -> [R, hidden]; x is consumed."""
+        h = self.ops.rms_norm(x, self.input_norm, eps=self.eps)
+        if isinstance(self.mixer, GatedDeltaNet):
+            assert pool is not None
+            x += self.mixer(h, inputs, pool)
+        else:
+            x += self.mixer(h, inputs, kv_cache, rotations)
+        h = self.ops.rms_norm(x, self.post_norm, eps=self.eps)
+        x += self.down(self.ops.swiglu(self.gate_up(h)))
+        return x
+
+
+class Qwen35Model:
+    """All layers, the embedding and the head.
+
+    weights: (canonical name, tensor), one at a time (`engine.weights.read_weights`); each layer is
+    packed when its last tensor has come, so at most one layer is held twice.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self.ops = ops_for(device)
+        self._layers: dict[int, DecoderLayer] = {}
+        sizes = Counter(
+            int(name.split(".")[1]) for name in expected_tensors(config) if "layers." in name
+        )
+        pending: dict[int, Tensors] = {}
+        for name, tensor in weights:
+            vector = tensor.ndim == 1  # norms, A_log, dt_bias stay as precise as the files are
+            tensor = tensor.to(device, tensor.dtype if vector else dtype)
+            if not name.startswith("layers."):
+                self._take(name, tensor)
+                continue
+            _, number, rest = name.split(".", 2)
+            tensors = pending.setdefault(int(number), {})
+            tensors[rest] = tensor
+            if len(tensors) == sizes[int(number)]:
+                self._layers[int(number)] = self._build(int(number), pending.pop(int(number)))
+        assert not pending, f"incomplete layers {sorted(pending)}"
+        self.layers = [self._layers[i] for i in range(config.num_hidden_layers)]
+        if config.tie_word_embeddings:
+            self.head = PackedLinear(self.embedding)
+        self._cos = self._sin = torch.empty(0)
+
+    def _take(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "embed_tokens.weight":
+            self.embedding = tensor
+        elif name == "norm.weight":
+            self.norm = tensor.float()
+        else:
+            assert name == "lm_head.weight", name
+            self.head = PackedLinear(tensor)
+
+    def _build(self, number: int, tensors: Tensors) -> DecoderLayer:
+        kind = self.config.layer_types[number]
+        index = self.config.layer_types[:number].count(kind)
+        return DecoderLayer(tensors, self.config, kind, index, self.ops)
+
+    # ---- what the engine needs to know
+
+    @property
+    def state_shape(self) -> StateShape | None:
+        c = self.config
+        if c.num_linear_layers == 0:
+            return None
+        return StateShape(
+            num_layers=c.num_linear_layers,
+            num_value_heads=c.linear_num_value_heads,
+            value_dim=c.linear_value_head_dim,
+            key_dim=c.linear_key_head_dim,
+            window_rows=c.linear_conv_kernel_dim - 1,
+            conv_channels=c.conv_channels,
+            window_dtype=self.dtype,
+        )
+
+    def make_pools(
+        self, num_slots: int, num_blocks: int, block_size: int
+    ) -> tuple[StatePool | None, torch.Tensor]:
+        """The state pool, and K/V [full layers, 2, num_blocks, block_size, kv, D], both zeroed."""
+        c = self.config
+        shape = self.state_shape
+        pool = None if shape is None else StatePool(num_slots, shape, self.device)
+        heads = (c.num_key_value_heads, c.head_dim)
+        kv_cache = torch.zeros(
+            c.num_full_layers, 2, num_blocks, block_size, *heads, dtype=self.dtype
+        )
+        self._make_rotations(min(c.max_position_embeddings, num_blocks * block_size))
+        return pool, kv_cache
+
+    def _make_rotations(self, num_positions: int) -> None:
+        """cos and sin [positions, rotary_dim / 2], all at once: a position always has one value."""
+        c = self.config
+        exponents = torch.arange(0, c.rotary_dim, 2, dtype=torch.float32) / c.rotary_dim
+        angles = torch.outer(torch.arange(num_positions).float(), 1.0 / c.rope_theta**exponents)
+        self._cos, self._sin = angles.cos(), angles.sin()
+
+    def forward(
+        self, inputs: ModelInputs, pool: StatePool | None, kv_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [num_logits, vocab] float32 of `inputs.logit_rows`; states and K/V in place."""
+        x = self.embedding[inputs.token_ids]
+        rotations = self._cos[inputs.positions], self._sin[inputs.positions]
+        for layer in self.layers:
+            x = layer(x, inputs, pool, kv_cache, rotations)
+        num_logits = len(inputs.logit_rows)
+        rows = x.new_zeros(-(-max(1, num_logits) // ROW_MULTIPLE) * ROW_MULTIPLE, x.shape[1])
+        rows[:num_logits] = x[inputs.logit_rows]
+        rows = self.ops.rms_norm(rows, self.norm, eps=self.config.rms_norm_eps)
+        return self.head(rows)[:num_logits].float()

@@ -1,0 +1,85 @@
+"""What a caller gets back."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request so far; `finish_reason` is None until it ends ("stop", "length" or "abort").
+
+    num_cached_tokens: prompt tokens whose K/V and state came from the cache.
+    boundary: the token count of the last checkpoint it resumed from, 0 if none.
+    miss_reason: why nothing was reused, None on a hit.
+    ttft_ms: from `add_request` to the first token; None before it.
+    logprobs: per new token {token: log-probability}, the chosen one first; None if not asked for.
+    logits: per new token [vocab] float32; None if not asked for.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    num_cached_tokens: int
+    boundary: int
+    miss_reason: str | None
+    ttft_ms: float | None
+    logprobs: list[dict[int, float]] | None
+    logits: list[torch.Tensor] | None = field(repr=False, compare=False)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @classmethod
+    def of(cls, seq: Sequence) -> "RequestOutput":
+        ttft_ms = None
+        if seq.first_token_time is not None:
+            ttft_ms = 1e3 * (seq.first_token_time - seq.arrival_time)
+        return cls(
+            request_id=seq.request_id,
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens].tolist(),
+            token_ids=seq.generated_token_ids,
+            text=seq.text,
+            finish_reason=seq.finish_reason,
+            num_cached_tokens=seq.num_cached_tokens,
+            boundary=seq.restored_boundary,
+            miss_reason=None if seq.miss_reason is None else str(seq.miss_reason),
+            ttft_ms=ttft_ms,
+            logprobs=list(seq.logprobs) if seq.sampling.logprobs is not None else None,
+            logits=list(seq.logits) if seq.sampling.return_logits else None,
+        )
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since start, and what the pools hold now.
+
+    queries: requests whose prompt has been computed; hits: those that reused something.
+    smallest_prompt_that_can_hit: tokens; shorter prompts miss with `below_stride`.
+    """
+
+    queries: int
+    hits: int
+    tokens_reused: int
+    misses: dict[str, int]
+    saves: int
+    saves_skipped: dict[str, int]
+    cold_starts: int
+    preemptions: int
+    slots_live: int
+    slots_checkpoint: int
+    slots_free: int
+    slots_total: int
+    state_evictions: int
+    blocks_in_use: int
+    blocks_cached: int
+    blocks_free: int
+    blocks_total: int
+    requests_waiting: int
+    requests_running: int
+    smallest_prompt_that_can_hit: int

@@ -1,0 +1,233 @@
+"""Decides what the next step computes. Policy only: ids come from the composite manager."""
+
+from bisect import insort
+
+from cache.composite_block_manager import CompositeBlockManager, Match, MissReason
+from engine.batch import Batch, ScheduledRow
+from engine.config import EngineConfig
+from engine.sequence import Sequence, Status
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, first come first served.
+
+    A step holds one token of every decoding sequence, then prefill up to the token budget. Prefill
+    is cut only on the stride grid, counted from token 0, or at the end of the prompt; the first
+    prefill of a step always gets a whole stride. When blocks run out, the youngest sequence is
+    preempted: it gives everything back, is prefilled again later, and its generated tokens are
+    replayed one by one, so that it continues with the same bits.
+
+    `waiting` and `running` are ordered by arrival, and a sequence may preempt only younger ones:
+    the oldest always advances. The sequences of an issued batch keep what they hold until `commit`
+    or `rollback`; an abort in between takes effect there.
+    """
+
+    def __init__(self, config: EngineConfig, manager: CompositeBlockManager) -> None:
+        self.config = config
+        self.manager = manager
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.in_flight: Batch | None = None
+        self._num_added = 0
+        self.num_preemptions = 0
+        self.num_cold_starts = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a request; it must fit the pools alone (`LLM.add_request` checks that)."""
+        seq.arrival_index = self._num_added
+        self._num_added += 1
+        self.waiting.append(seq)
+
+    # ---- one step
+
+    def schedule(self) -> Batch | None:
+        """The next step, or None when there is nothing to do. Its rows own all they need."""
+        assert self.in_flight is None, "the last batch was neither committed nor rolled back"
+        batch = Batch()
+        self._schedule_decodes(batch)
+        budget = max(self.config.max_num_batched_tokens - len(batch.rows), self.config.chunk_stride)
+        budget = self._schedule_prefills(batch, budget)
+        self._admit(batch, budget)
+        if not batch.rows:
+            assert not self.has_unfinished, "requests are left, but none can advance"
+            return None
+        self.in_flight = batch
+        return batch
+
+    def _schedule_decodes(self, batch: Batch) -> None:
+        for seq in [s for s in self.running if not s.in_prefill]:
+            if seq.status is Status.RUNNING:  # an older one may have preempted it
+                self._schedule_running(batch, seq, _stay(seq), seq.num_computed_tokens + 1)
+
+    def _schedule_prefills(self, batch: Batch, budget: int) -> int:
+        """Returns the budget that is left; 0 when a running prefill had to wait."""
+        for seq in [s for s in self.running if s.in_prefill]:
+            if seq.status is not Status.RUNNING:
+                continue
+            match = self._match(seq)
+            end = self._prefill_end(seq, match.boundary, budget)
+            if end == match.boundary:
+                return 0
+            if not self._schedule_running(batch, seq, match, end):
+                return 0
+            budget -= end - match.boundary
+        return budget
+
+    def _admit(self, batch: Batch, budget: int) -> None:
+        while self.waiting and len(self.running) < self.config.max_num_seqs:
+            seq = self.waiting[0]
+            match = self._match(seq)
+            end = self._prefill_end(seq, match.boundary, budget)
+            if end == match.boundary or not self._has_room(seq, match):
+                return
+            if not self._add_row(batch, seq, match, end):
+                return
+            self.waiting.pop(0)
+            insort(self.running, seq, key=_by_arrival)
+            seq.status = Status.RUNNING
+            budget -= end - match.boundary
+
+    def _match(self, seq: Sequence) -> Match:
+        return self.manager.match(seq) if seq.reuse_allowed else _stay(seq)
+
+    def _prefill_end(self, seq: Sequence, start: int, budget: int) -> int:
+        if seq.num_prompt_tokens - start <= budget:
+            return seq.num_prompt_tokens
+        return (start + budget) // self.config.chunk_stride * self.config.chunk_stride
+
+    def _has_room(self, seq: Sequence, match: Match) -> bool:
+        """Whether seq's whole prompt fits beside what the running ones still need for theirs."""
+        if not self.running:
+            return True
+        kv = self.manager.kv
+        needed = kv.num_blocks_for(seq.num_prompt_tokens) - match.boundary // kv.block_size
+        for other in self.running:
+            blocks = kv.num_blocks_for(max(other.num_prompt_tokens, other.num_tokens) + 1)
+            needed += max(0, blocks - len(other.block_table))
+        return needed <= kv.pool.num_available
+
+    def _schedule_running(self, batch: Batch, seq: Sequence, match: Match, end: int) -> bool:
+        """Add a running sequence's row, preempting younger ones as needed. False: it has to wait,
+        with what it holds; older ones, or younger ones of this step, have the blocks."""
+        while not self._add_row(batch, seq, match, end):
+            younger = self.running[self.running.index(seq) + 1 :]
+            scheduled = batch.sequences
+            victim = next((s for s in reversed(younger) if s not in scheduled), None)
+            if victim is None:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _add_row(self, batch: Batch, seq: Sequence, match: Match, end: int) -> bool:
+        """Take everything the row needs and add it; False, and nothing taken, if it can't."""
+        reused = match.boundary - seq.num_computed_tokens
+        if not self.manager.allocate(seq, match, end):
+            return False
+        if not seq.was_scheduled:
+            seq.miss_reason = match.miss_reason
+        seq.was_scheduled = True
+        if reused and not seq.num_preemptions:  # its own work after a preemption is no hit
+            seq.num_cached_tokens += reused
+            seq.restored_boundary = match.boundary
+            seq.miss_reason = None
+        if seq.in_prefill:
+            self.manager.plan_saves(seq, match, end)
+        linear = self.manager.linear
+        op = None if linear is None else linear.cache_op(seq)
+        batch.rows.append(ScheduledRow(seq, seq.num_computed_tokens, end, op, tuple(seq.snapshots)))
+        return True
+
+    # ---- after the step
+
+    def commit(self, batch: Batch, cold: list[ScheduledRow]) -> None:
+        """The batch was issued, except for the `cold` rows, whose restore failed.
+
+        Publishes what the step wrote. Cold rows start again from token 0 and reuse nothing.
+        """
+        assert batch is self.in_flight
+        self.in_flight = None
+        for row in batch.rows:
+            seq = row.seq
+            if row in cold:
+                self._restart_cold(row)
+            else:
+                self.manager.commit(seq, row.end)
+                if not seq.in_prefill and not seq.was_counted:
+                    seq.was_counted = True
+                    self.manager.count_query(seq.num_cached_tokens, seq.miss_reason)
+            if seq.abort_requested:
+                self.finish(seq, "abort")
+
+    def rollback(self, batch: Batch) -> None:
+        """The batch failed: its slots and blocks may be half-written. Publish nothing of it; its
+        sequences start again."""
+        assert batch is self.in_flight
+        self.in_flight = None
+        for row in batch.rows:
+            self.manager.discard(row.seq)
+            self._requeue(row.seq)
+            if row.seq.abort_requested:
+                self.finish(row.seq, "abort")
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """Take a request out and give back everything it holds."""
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+        else:
+            self.waiting.remove(seq)
+        self.manager.release(seq)
+        seq.status = Status.FINISHED
+        seq.finish_reason = reason
+
+    def abort(self, seq: Sequence) -> None:
+        """End a request now, or when the batch it is part of has been issued."""
+        if self.in_flight is not None and seq in self.in_flight.sequences:
+            seq.abort_requested = True
+        elif seq.status is not Status.FINISHED:
+            self.finish(seq, "abort")
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.manager.release(seq)
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self._requeue(seq)
+
+    def _restart_cold(self, row: ScheduledRow) -> None:
+        assert row.op is not None and self.manager.linear is not None
+        self.manager.linear.quarantine(row.op.restore_src_slot_id)
+        self.manager.discard(row.seq)
+        row.seq.reuse_allowed = False
+        row.seq.num_cached_tokens = row.seq.restored_boundary = 0
+        row.seq.miss_reason = MissReason.RESTORE_FAILED
+        self.num_cold_starts += 1
+        self._requeue(row.seq)
+
+    def _requeue(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        seq.status = Status.WAITING
+        insort(self.waiting, seq, key=_by_arrival)
+
+    def check(self) -> None:
+        """Invariants of queues, pools and holdings."""
+        self.manager.check([*self.waiting, *self.running])
+        for seq in self.waiting:
+            assert seq.status is Status.WAITING and seq.num_computed_tokens == 0
+            assert not seq.block_table and seq.live_slot is None and seq.state_source is None
+        assert all(seq.status is Status.RUNNING for seq in self.running)
+        for queue in (self.waiting, self.running):
+            order = [seq.arrival_index for seq in queue]
+            assert order == sorted(set(order)), f"out of order of arrival: {order}"
+        assert len(self.running) <= self.config.max_num_seqs
+
+
+def _by_arrival(seq: Sequence) -> int:
+    return seq.arrival_index
+
+
+def _stay(seq: Sequence) -> Match:
+    """No reuse: go on from what the sequence has computed itself."""
+    return Match(seq.num_computed_tokens, 0, None)

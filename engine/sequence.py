@@ -1,0 +1,67 @@
+"""One request inside the engine: what the cache knows of it, how it samples, how it ended."""
+
+import time
+from collections.abc import Iterable
+from enum import Enum
+
+import torch
+
+from cache.cached_sequence import CachedSequence
+from cache.composite_block_manager import MissReason
+from cache.hashing import MultimodalItem, Namespace
+from engine.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence(CachedSequence):
+    """A request. Its tokens are prompt + generated; only the engine appends.
+
+    num_cached_tokens: prompt tokens served from the cache instead of computed.
+    restored_boundary: the last boundary it resumed from; 0: never.
+    reuse_allowed: False after a failed restore: it is then prefilled in full on private blocks.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Iterable[int],
+        sampling: SamplingParams,
+        *,
+        namespace: Namespace = Namespace(),  # noqa: B008 (frozen)
+        multimodal_items: tuple[MultimodalItem, ...] = (),
+    ) -> None:
+        super().__init__(prompt_token_ids, namespace=namespace, multimodal_items=multimodal_items)
+        self.request_id = request_id
+        self.sampling = sampling
+        self.status = Status.WAITING
+        self.finish_reason: str | None = None
+        self.abort_requested = False
+        self.reuse_allowed = True
+        self.arrival_index = -1
+        self.was_scheduled = False
+        self.was_counted = False
+        self.num_cached_tokens = 0
+        self.restored_boundary = 0
+        self.miss_reason: MissReason | None = None
+        self.num_preemptions = 0
+        self.generator: torch.Generator | None = None
+        self.logprobs: list[dict[int, float]] = []
+        self.logits: list[torch.Tensor] = []
+        self.text = ""
+        self.arrival_time = time.perf_counter()
+        self.first_token_time: float | None = None
+
+    @property
+    def generated_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :].tolist()
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens

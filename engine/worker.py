@@ -1,0 +1,98 @@
+"""Runs a scheduled batch: restore first, then one forward pass over what is left."""
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cache.ops import RestoreOutcome
+from cache.state_pool import StatePool, StateShape, restore_linear_state_slots
+from engine.batch import Batch, ModelInputs, ScheduledRow, build_inputs
+from engine.config import EngineConfig
+from engine.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Model(Protocol):
+    """What the worker runs. It reads and writes states in the pool and K/V in the cache."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+
+    @property
+    def state_shape(self) -> StateShape | None:
+        """What a slot holds; None without recurrent layers."""
+
+    def make_pools(
+        self, num_slots: int, num_blocks: int, block_size: int
+    ) -> tuple[StatePool | None, torch.Tensor]:
+        """The state pool (None without recurrent layers) and the K/V cache."""
+
+    def forward(
+        self, inputs: ModelInputs, pool: StatePool | None, kv_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [num_logits, vocab] float32 of `inputs.logit_rows`."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """rows ran, with logits [num_logits, vocab] in the order of the rows that need them; cold rows
+    did not run."""
+
+    rows: list[ScheduledRow]
+    logits: torch.Tensor
+    cold: list[ScheduledRow]
+
+
+class Worker:
+    """Owns the model, the state pool and the K/V cache."""
+
+    def __init__(
+        self, model: Model, config: EngineConfig, *, num_slots: int, num_blocks: int
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.state_pool, self.kv_cache = model.make_pools(num_slots, num_blocks, config.block_size)
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> StepResult:
+        """Restore, then run every row whose state is there."""
+        read_slots, cold = self._restore(batch.rows)
+        ran = [i for i, row in enumerate(batch.rows) if row not in cold]
+        rows = [batch.rows[i] for i in ran]
+        if not rows:
+            return StepResult([], torch.empty(0, 0), cold)
+        inputs = build_inputs(rows, [read_slots[i] for i in ran], block_size=self.config.block_size)
+        logits = self.model.forward(inputs, self.state_pool, self.kv_cache)
+        return StepResult(rows, logits, cold)
+
+    def _restore(self, rows: list[ScheduledRow]) -> tuple[list[int], list[ScheduledRow]]:
+        """Where each row reads its state, and the rows that have none to start from."""
+        if self.state_pool is None:
+            return [-1] * len(rows), []
+        ops = []
+        for row in rows:
+            assert row.op is not None
+            restores = row.op.restore_requested
+            assert not restores or row.op.boundary == row.start, (
+                f"{row.op} restored at token {row.start} of {row.seq.request_id}"
+            )
+            ops.append(row.op)
+        copy = self.config.restore == "copy"
+        has_initial_state = [int(row.start > 0) for row in rows]
+        outcomes = restore_linear_state_slots(self.state_pool, ops, has_initial_state, copy=copy)
+        read_slots = []
+        for op, warm, outcome in zip(ops, has_initial_state, outcomes, strict=True):
+            redirected = not copy and outcome is RestoreOutcome.RESTORED
+            live = op.restore_src_slot_id if redirected else op.linear_state_id
+            read_slots.append(live if warm else -1)
+        cold = [
+            row
+            for row, outcome in zip(rows, outcomes, strict=True)
+            if outcome is RestoreOutcome.COLD_START
+        ]
+        for row in cold:
+            logger.warning("request %s is prefilled in full: restore failed", row.seq.request_id)
+        return read_slots, cold

@@ -1,0 +1,252 @@
+"""What the ops of this package refuse, checked before anything is written.
+
+Every function raises ValueError with the expected and the actual value. Tensors are looked at for
+shape, dtype and strides only; slot ids, offsets and block tables come as Python lists, so a caller
+that already holds lists pays no device synchronisation (`as_list` makes one from a vector).
+
+The rules for slots are in `slot_rules.py`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.constants import KERNEL_CHUNK
+from kernels.slot_rules import require, row_slots, segments, snapshots
+
+
+def as_list(ids: torch.Tensor, name: str) -> list[int]:
+    """The Python list of an int64 id vector."""
+    ok = ids.dtype == torch.int64 and ids.ndim == 1
+    require(ok, name, "an int64 vector", f"{ids.dtype} {list(ids.shape)}")
+    return ids.tolist()
+
+
+def shape(x: torch.Tensor, name: str, *sizes: int | None) -> None:
+    """`x` has exactly these sizes (None: any)."""
+    ok = x.ndim == len(sizes) and all(s in (None, n) for s, n in zip(sizes, x.shape, strict=True))
+    require(ok, f"shape of {name}", ["*" if s is None else s for s in sizes], list(x.shape))
+
+
+def same_dtype(reference: torch.Tensor, **others: torch.Tensor) -> None:
+    """All have the floating dtype of `reference`."""
+    require(reference.dtype.is_floating_point, "dtype", "a floating one", reference.dtype)
+    for name, x in others.items():
+        require(x.dtype == reference.dtype, f"dtype of {name}", reference.dtype, x.dtype)
+
+
+def slot_view(pool: torch.Tensor, name: str) -> None:
+    """A pool view [num_slots, ...]: inner dims contiguous, slots that do not overlap."""
+    inner = 1
+    for size, stride in zip(pool.shape[:0:-1], pool.stride()[:0:-1], strict=True):
+        require(stride == inner or size == 1, f"strides of {name}", "contiguous", pool.stride())
+        inner *= size
+    apart = pool.shape[0] <= 1 or pool.stride(0) >= inner
+    require(apart, f"slot stride of {name}", f"at least {inner}", pool.stride(0))
+
+
+def _rows(
+    num_tokens: int,
+    num_slots: int,
+    read_slots: Sequence[int],
+    write_slots: Sequence[int],
+    cu_seqlens: Sequence[int] | None,
+    snapshot_slots: Sequence[int] | None,
+) -> list[tuple[int, int]]:
+    """The segments of a prefill, or of a step (one a token), once their slots are checked."""
+    offsets = range(num_tokens + 1) if cu_seqlens is None else cu_seqlens
+    pairs = segments(offsets, num_tokens=num_tokens)
+    row_slots(read_slots, write_slots, num_rows=len(pairs), num_slots=num_slots)
+    if snapshot_slots is not None:
+        snapshots(snapshot_slots, pairs, read_slots, write_slots, num_slots=num_slots)
+    return pairs
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    windows: torch.Tensor,
+    *,
+    read_slots: Sequence[int],
+    write_slots: Sequence[int],
+    cu_seqlens: Sequence[int] | None = None,
+    snapshot_slots: Sequence[int] | None = None,
+) -> list[tuple[int, int]]:
+    """Both convolutions; returns the segments. The windows have the dtype of what they keep."""
+    shape(x, "x", None, None)
+    shape(weight, "weight", x.shape[1], None)
+    shape(windows, "windows", None, weight.shape[1] - 1, x.shape[1])
+    same_dtype(x, windows=windows)
+    slot_view(windows, "windows")
+    num_slots = windows.shape[0]
+    return _rows(x.shape[0], num_slots, read_slots, write_slots, cu_seqlens, snapshot_slots)
+
+
+def gated_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    *,
+    read_slots: Sequence[int],
+    write_slots: Sequence[int],
+    cu_seqlens: Sequence[int] | None = None,
+    snapshot_slots: Sequence[int] | None = None,
+) -> list[tuple[int, int]]:
+    """Both delta rules; returns the segments. g, beta and the states are wide, whatever q is."""
+    shape(q, "q", None, None, None)
+    shape(k, "k", *q.shape)
+    shape(v, "v", q.shape[0], None, None)
+    grouped = q.shape[1] > 0 and v.shape[1] % q.shape[1] == 0
+    require(grouped, "value heads", f"a multiple of {q.shape[1]}", v.shape[1])
+    shape(g, "g", *v.shape[:2])
+    shape(beta, "beta", *v.shape[:2])
+    shape(states, "states", None, v.shape[1], v.shape[2], q.shape[2])
+    same_dtype(q, k=k, v=v)
+    is_wide = states.dtype in (torch.float32, torch.float64)  # float64: the reference
+    require(is_wide, "dtype of states", torch.float32, states.dtype)
+    same_dtype(states, g=g, beta=beta)
+    slot_view(states, "states")
+    num_slots = states.shape[0]
+    return _rows(q.shape[0], num_slots, read_slots, write_slots, cu_seqlens, snapshot_slots)
+
+
+def _attention(
+    q: torch.Tensor,
+    gate: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+) -> None:
+    """A block table a row that covers its K/V rows; blocks beyond them are not looked at."""
+    shape(q, "q", None, None, None)
+    shape(gate, "gate", *q.shape)
+    shape(k_cache, "k_cache", None, None, None, q.shape[2])
+    shape(v_cache, "v_cache", *k_cache.shape)
+    same_dtype(q, gate=gate, k_cache=k_cache, v_cache=v_cache)
+    num_blocks, block_size, num_kv_heads = k_cache.shape[:3]
+    grouped = num_kv_heads > 0 and q.shape[1] % num_kv_heads == 0
+    require(grouped, "query heads", f"a multiple of {num_kv_heads}", q.shape[1])
+    num_tables = len(block_tables)
+    require(num_tables == len(kv_lens), "number of block tables", len(kv_lens), num_tables)
+    for row, (kv_len, table) in enumerate(zip(kv_lens, block_tables, strict=True)):
+        needed = -(-kv_len // block_size)
+        require(needed <= len(table), f"blocks of row {row}", f"at least {needed}", len(table))
+        for block in table[:needed]:
+            inside = 0 <= block < num_blocks
+            require(inside, f"block of row {row}", f"in [0, {num_blocks})", block)
+
+
+def attention_prefill(
+    q: torch.Tensor,
+    gate: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cu_seqlens: Sequence[int],
+    start_positions: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+) -> list[tuple[int, int]]:
+    """Returns the segments; each starts at a multiple of KERNEL_CHUNK from token 0."""
+    pairs = segments(cu_seqlens, num_tokens=q.shape[0])
+    num_starts = len(start_positions)
+    require(num_starts == len(pairs), "number of start positions", len(pairs), num_starts)
+    kv_lens = []
+    for row, (position, (start, end)) in enumerate(zip(start_positions, pairs, strict=True)):
+        aligned = position >= 0 and position % KERNEL_CHUNK == 0
+        require(aligned, f"start of row {row}", f"a multiple of {KERNEL_CHUNK}", position)
+        kv_lens.append(position + end - start)
+    _attention(q, gate, k_cache, v_cache, kv_lens, block_tables)
+    return pairs
+
+
+def attention_decode(
+    q: torch.Tensor,
+    gate: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    kv_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+) -> None:
+    """Each query has at least one K/V row, its own."""
+    _attention(q, gate, k_cache, v_cache, kv_lens, block_tables)
+    require(len(kv_lens) == q.shape[0], "number of K/V lengths", q.shape[0], len(kv_lens))
+    for row, kv_len in enumerate(kv_lens):
+        require(kv_len >= 1, f"K/V length of row {row}", "at least 1", kv_len)
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_indices: Sequence[int],
+) -> None:
+    """A place for each row; only those of block 0, the padding block, may be hit twice.
+
+    The caches can be indexed by flat row: a view that needs a copy for it would swallow the writes.
+    """
+    shape(k, "k", len(kv_indices), None, None)
+    shape(v, "v", *k.shape)
+    shape(k_cache, "k_cache", None, None, *k.shape[1:])
+    shape(v_cache, "v_cache", *k_cache.shape)
+    same_dtype(k, v=v, k_cache=k_cache, v_cache=v_cache)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        flat = cache.stride(0) == cache.shape[1] * cache.stride(1) or cache.shape[0] <= 1
+        require(flat, f"strides of {name}", "blocks back to back", cache.stride())
+    num_blocks, block_size = k_cache.shape[:2]
+    num_rows = num_blocks * block_size
+    seen: set[int] = set()
+    for index in kv_indices:
+        require(0 <= index < num_rows, "K/V index", f"in [0, {num_rows})", index)
+        require(index < block_size or index not in seen, "K/V index", "used once", index)
+        seen.add(index)
+
+
+def _arena(arena: torch.Tensor, written_slots: Sequence[int]) -> None:
+    shape(arena, "arena", None, None)
+    require(arena.dtype == torch.uint8, "dtype of arena", torch.uint8, arena.dtype)
+    slot_view(arena, "arena")
+    for slot in written_slots:
+        real = 1 <= slot < arena.shape[0]
+        require(real, "written slot", f"in [1, {arena.shape[0]})", slot)
+    distinct = len(set(written_slots)) == len(written_slots)
+    require(distinct, "written slots", "distinct", list(written_slots))
+
+
+def slot_copies(arena: torch.Tensor, sources: Sequence[int], destinations: Sequence[int]) -> None:
+    """Distinct destinations, none of them a source, all of them real slots."""
+    _arena(arena, destinations)
+    num_copies = len(destinations)
+    require(len(sources) == num_copies, "number of sources", num_copies, len(sources))
+    for slot in sources:
+        real = 1 <= slot < arena.shape[0]
+        require(real, "source slot", f"in [1, {arena.shape[0]})", slot)
+    both = sorted({*sources} & {*destinations})
+    require(not both, "slots that are source and destination", "none", both)
+
+
+def zeroed_slots(arena: torch.Tensor, slots: Sequence[int]) -> None:
+    """Distinct slots, none of them the padding slot."""
+    _arena(arena, slots)
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    shape(x, "x", None, None, None)
+    shape(cos, "cos", x.shape[0], None)
+    shape(sin, "sin", *cos.shape)
+    rotated = 2 * cos.shape[1]
+    require(rotated <= x.shape[2], "rotated dims", f"at most {x.shape[2]}", rotated)
+
+
+def delta_gates(
+    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
+) -> None:
+    shape(a, "a", None, None)
+    shape(b, "b", *a.shape)
+    shape(A_log, "A_log", a.shape[1])
+    shape(dt_bias, "dt_bias", a.shape[1])

@@ -1,0 +1,191 @@
+"""Text to ids and back, whole and in a stream."""
+
+import json
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Library
+
+from engine.tokenizer import Tokenizer
+from experiments.make_model import byte_tokenizer
+
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CORPUS = [
+    "the theatre there, naïve café",
+    "日本語のテキスト 日本",
+    "emoji 🙂🙃 🙂",
+    "  indent\n\n\tx",
+]
+UTF8_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+def trained():
+    """A byte-level BPE with merges, special tokens, and one added token that is not special."""
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(CORPUS * 4, trainer)
+    library.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIALS])
+    library.add_tokens([AddedToken("<tool é>", special=False, normalized=False)])
+    return library
+
+
+LIBRARIES = {"bytes": byte_tokenizer(), "merges": trained()}
+TOKENIZERS = {name: Tokenizer(library) for name, library in LIBRARIES.items()}
+both = pytest.mark.parametrize("kind", list(TOKENIZERS))
+
+
+def stream(tokenizer, ids, **options):
+    detokenizer = tokenizer.detokenizer(**options)
+    pieces = [detokenizer.append(i) for i in ids]
+    return [*pieces, detokenizer.flush()]
+
+
+@both
+@given(text=UTF8_TEXT)
+def test_any_text_survives_the_round_trip(kind, text):
+    tokenizer = TOKENIZERS[kind]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@both
+@given(text=UTF8_TEXT)
+def test_a_streamed_text_is_the_text(kind, text):
+    tokenizer = TOKENIZERS[kind]
+    assert "".join(stream(tokenizer, tokenizer.encode(text))) == text
+
+
+@both
+@given(data=st.data(), skip=st.booleans())
+def test_any_ids_decode_as_the_library_decodes_them_streamed_or_whole(kind, data, skip):
+    tokenizer, library = TOKENIZERS[kind], LIBRARIES[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 50)))
+    expected = library.decode(ids, skip_special_tokens=skip)
+    assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+    assert "".join(stream(tokenizer, ids, skip_special_tokens=skip)) == expected
+
+
+@given(content=st.binary())
+def test_any_bytes_decode_as_utf8_with_replacements(content):
+    ids = list(content)
+    assert TOKENIZERS["bytes"].decode(ids) == content.decode(errors="replace")
+    assert "".join(stream(TOKENIZERS["bytes"], ids)) == content.decode(errors="replace")
+
+
+def test_ids_are_byte_values_and_specials_follow():
+    tokenizer = TOKENIZERS["bytes"]
+    assert tokenizer.encode("aé\n<|im_start|>\x00<|im_end|>") == [97, 195, 169, 10, 257, 0, 258]
+    assert [tokenizer.token_id(token) for token in SPECIALS] == [256, 257, 258]
+    assert tokenizer.token_id("<|other|>") is None
+    assert tokenizer.vocab_size == 259
+
+
+def test_merges_shorten_the_text():
+    tokenizer = TOKENIZERS["merges"]
+    assert len(tokenizer.encode("the theatre 日本")) < len("the theatre 日本".encode()) // 2
+
+
+def test_nothing_is_added_around_a_text(tmp_path):
+    library = byte_tokenizer()
+    library.enable_truncation(max_length=2)
+    library.enable_padding(length=9)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.encode("abc") == [97, 98, 99]
+    assert tokenizer.encode("") == []
+    assert tokenizer.decode([]) == ""
+
+
+def test_a_character_appears_with_its_last_byte():
+    assert stream(TOKENIZERS["bytes"], [0x61, 0xE6, 0x97, 0xA5, 0x62]) == [
+        "a",
+        "",
+        "",
+        "日",
+        "b",
+        "",
+    ]
+
+
+def test_flush_gives_up_on_an_incomplete_character_and_starts_afresh():
+    detokenizer = TOKENIZERS["bytes"].detokenizer()
+    assert [detokenizer.append(byte) for byte in (0xE6, 0x97)] == ["", ""]
+    assert detokenizer.flush() == "\ufffd"
+    assert detokenizer.flush() == ""
+    assert [detokenizer.append(byte) for byte in (0xC3, 0xA9)] == ["", "é"]
+
+
+def test_a_real_replacement_character_is_not_held_back():
+    ids = list("\ufffd".encode())
+    assert stream(TOKENIZERS["bytes"], ids) == ["", "", "\ufffd", ""]
+
+
+def test_special_tokens_are_text_unless_they_are_skipped():
+    tokenizer = TOKENIZERS["merges"]
+    ids = tokenizer.encode("<|im_start|>a<tool é>b<|im_end|>")
+    assert tokenizer.decode(ids) == "<|im_start|>a<tool é>b<|im_end|>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<tool é>b"
+    assert "".join(stream(tokenizer, ids, skip_special_tokens=True)) == "a<tool é>b"
+
+
+def test_a_stream_costs_the_same_per_token_however_long_it_holds_invalid_bytes():
+    def seconds(num_tokens):
+        best = float("inf")
+        for _ in range(3):
+            start = time.perf_counter()
+            stream(TOKENIZERS["bytes"], [0xFF] * num_tokens)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    assert seconds(40_000) < 40 * seconds(2_000)  # 20 where linear, 400 where quadratic
+
+
+def test_a_negative_id_and_a_lone_surrogate_are_refused():
+    tokenizer = TOKENIZERS["bytes"]
+    with pytest.raises(ValueError, match="token id is -1; expected 0 or more"):
+        tokenizer.decode([65, -1])
+    with pytest.raises(ValueError, match="token id is -1; expected 0 or more"):
+        tokenizer.detokenizer().append(-1)
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        tokenizer.encode("a\ud800")
+
+
+def test_a_directory_without_tokenizer_has_none(tmp_path):
+    assert Tokenizer.from_directory(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"model": {"type": "Other"}}'])
+def test_a_broken_tokenizer_file_is_named(tmp_path, content):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(content)
+    with pytest.raises(ValueError) as error:
+        Tokenizer.from_directory(tmp_path)
+    assert str(error.value).startswith(f"{file}: ")
+
+
+@pytest.mark.parametrize("decoder", ["Metaspace", "NoneType"])
+def test_a_tokenizer_that_is_not_byte_level_is_refused(tmp_path, decoder):
+    library = byte_tokenizer()
+    file = tmp_path / "tokenizer.json"
+    library.save(str(file))
+    raw = json.loads(file.read_text())
+    raw["decoder"] = None
+    if decoder == "Metaspace":
+        raw["decoder"] = {
+            "type": "Metaspace",
+            "replacement": "_",
+            "prepend_scheme": "never",
+            "split": False,
+        }
+    file.write_text(json.dumps(raw))
+    with pytest.raises(ValueError) as error:
+        Tokenizer.from_directory(tmp_path)
+    assert str(error.value) == f"{file}: decoder is {decoder}; expected ByteLevel"

@@ -1,0 +1,153 @@
+"""Inputs for kernel tests: packed rows, NaN-poisoned pools, and how results are compared."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels import KERNEL_CHUNK
+
+# Relative error in the norm by the dtype of the result, against a float64 reference that gets the
+# same rounded inputs. In bfloat16 attention also rounds its probabilities, the others only once.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
+ATTENTION_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
+
+
+def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error in the norm; NaN anywhere in `out` makes it NaN, which passes no `<`."""
+    out, expected = out.double(), expected.double()
+    if expected.numel() == 0:
+        return 0.0 if out.shape == expected.shape else float("nan")
+    norm = float(torch.linalg.vector_norm(expected))
+    difference = float(torch.linalg.vector_norm(out - expected))
+    return difference / max(norm, 1e-30)  # what underflows in float32 is as good as 0
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bit patterns of x, so that NaN equals NaN and 0.0 differs from -0.0."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(integers[x.element_size()])
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(seed: int, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*sizes, generator=generator(seed)).to(dtype)
+
+
+class Pool:
+    """NaN-poisoned slots [num_slots, *inner] as the middle layer of three, like a real arena.
+
+    `view` is what an op gets; `everything` also holds the layers around it, which no op may touch.
+    """
+
+    def __init__(
+        self, num_slots: int, *inner: int, dtype: torch.dtype, seed: int = 0, filled: tuple = ()
+    ) -> None:
+        self.everything = torch.full((num_slots, 3, *inner), float("nan"), dtype=dtype)
+        self.view = self.everything[:, 1]
+        for slot in filled:
+            # the value depends on the slot and the seed only, not on the pool around it
+            self.view[slot] = normal(1000 * seed + slot, *inner, dtype=dtype)
+
+    def double(self) -> "Pool":
+        other = Pool.__new__(Pool)
+        other.everything = self.everything.double()
+        other.view = other.everything[:, 1]
+        return other
+
+    def clone(self) -> "Pool":
+        other = Pool.__new__(Pool)
+        other.everything = self.everything.clone()
+        other.view = other.everything[:, 1]
+        return other
+
+    def untouched_but(self, before: "Pool", slots: set[int]) -> bool:
+        """Only these slots of the view differ from `before`, bit for bit."""
+        now, then = self.everything.clone(), before.everything
+        for slot in slots:
+            now[slot, 1] = then[slot, 1]
+        return same_bits(now, then)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Rows of one prefill: segment lengths, slots, and {chunk entry: slot} of its snapshots."""
+
+    lengths: list[int]
+    reads: list[int]
+    writes: list[int]
+    snapshots: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def num_slots(self) -> int:
+        return max([0, *self.reads, *self.writes, *self.snapshots.values()]) + 3
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        return tuple(sorted({slot for slot in self.reads if slot > 0}))
+
+    @property
+    def written(self) -> set[int]:
+        return {*self.writes, *self.snapshots.values()} - {0}
+
+    def segments(self) -> list[slice]:
+        ends = torch.tensor([0, *self.lengths]).cumsum(0).tolist()
+        return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+    def vectors(self) -> dict[str, torch.Tensor]:
+        """The keyword arguments of a prefill op."""
+        entries = [-1] * sum(-(-n // KERNEL_CHUNK) for n in self.lengths)
+        for entry, slot in self.snapshots.items():
+            entries[entry] = slot
+        ids = {"read_slots": self.reads, "write_slots": self.writes, "snapshot_slots": entries}
+        vectors = {name: torch.tensor(slots, dtype=torch.int64) for name, slots in ids.items()}
+        return {"cu_seqlens": torch.tensor([0, *self.lengths]).cumsum(0), **vectors}
+
+
+def delta_inputs(
+    num_tokens: int, H: int, HV: int, K: int, V: int, dtype: torch.dtype, seed: int = 1
+) -> tuple[torch.Tensor, ...]:
+    """q, k, v, g, beta with decays slow enough for a state to matter hundreds of tokens later."""
+    k = normal(seed, num_tokens, H, K, dtype=dtype)
+    q = (normal(seed + 1, num_tokens, H, K) + k.float()).to(dtype)  # q.k away from zero
+    v = normal(seed + 2, num_tokens, HV, V, dtype=dtype)
+    g = -0.05 * torch.rand(num_tokens, HV, generator=generator(seed + 3)) ** 2
+    beta = torch.rand(num_tokens, HV, generator=generator(seed + 4))
+    return q, k, v, g, beta
+
+
+def as_double(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(t.double() for t in tensors)
+
+
+# Slot 0 and the two last slots of a pool are never used.
+PACKS = {
+    "no rows": Pack([], [], []),
+    "one token": Pack([1], [-1], [1]),
+    "two tokens": Pack([2], [1], [2]),
+    "three tokens in place": Pack([3], [1], [1]),
+    "chunk - 1": Pack([63], [2], [1]),
+    "chunk": Pack([64], [1], [1], {0: 2}),
+    "chunk + 1": Pack([65], [-1], [2], {0: 1}),
+    "two chunks and two tokens": Pack([130], [3], [1], {0: 2, 1: 4}),
+    "empty segment": Pack([0], [1], [2]),
+    "empty segment in place": Pack([0], [1], [1]),
+    "empty fresh segment": Pack([0], [-1], [1]),
+    "padding row": Pack([3, 2], [-1, 1], [0, 2]),
+    "padding row reads slot 0": Pack([2, 3], [1, 0], [1, 0]),
+    "rows of one source": Pack([5, 64, 1], [4, 4, 4], [1, 2, 3], {1: 6}),
+    "mixed": Pack(
+        [65, 0, 130, 1, 64, 2], [3, 3, -1, 9, 5, 0], [1, 2, 4, 6, 5, 0], {0: 7, 3: 8, 6: 10}
+    ),
+}

@@ -1,0 +1,181 @@
+"""Wrong shapes, dtypes and layouts are refused by name, in every implementation."""
+
+import pytest
+import torch
+
+from kernels import reference, torch_ops
+from tests.kernels.packs import normal
+
+OPS = pytest.mark.parametrize("ops", [reference, torch_ops], ids=["reference", "torch_ops"])
+
+
+def delta_arguments() -> dict[str, torch.Tensor]:
+    sizes = {"q": (2, 2, 4), "k": (2, 2, 4), "v": (2, 4, 3), "g": (2, 4), "beta": (2, 4)}
+    return {name: normal(1, *size) for name, size in {**sizes, "states": (4, 4, 3, 4)}.items()}
+
+
+def test_the_delta_arguments_these_tests_spoil_are_accepted():
+    slots = {"read_slots": torch.tensor([-1, -1]), "write_slots": torch.tensor([1, 2])}
+    for ops in (reference, torch_ops):
+        assert ops.gated_delta_step(**delta_arguments(), **slots).shape == (2, 4, 3)
+
+
+SPOILED_DELTA = {
+    "k of another shape": ("k", normal(1, 2, 2, 8), r"shape of k: expected \[2, 2, 4\]"),
+    "v of other tokens": ("v", normal(1, 3, 4, 3), r"shape of v: expected \[2,"),
+    "g per key head": ("g", normal(1, 2, 2), r"shape of g: expected \[2, 4\], got \[2, 2\]"),
+    "beta per key head": ("beta", normal(1, 2, 2), "shape of beta"),
+    "value heads that do not divide": ("v", normal(1, 2, 3, 3), "multiple of 2, got 3"),
+    "states transposed": ("states", normal(1, 4, 4, 4, 3), r"shape of states: expected \['\*', 4"),
+    "states in bfloat16": ("states", normal(1, 4, 4, 3, 4).bfloat16(), "dtype of states"),
+    "g in bfloat16": ("g", normal(1, 2, 4).bfloat16(), "dtype of g: expected torch.float32"),
+    "q narrower than k": ("q", normal(1, 2, 2, 4).bfloat16(), "dtype of k"),
+    "states not K-contiguous": ("states", normal(1, 4, 4, 4, 3).mT, "strides of states"),
+    "slots that overlap": ("states", normal(1, 1, 4, 3, 4).expand(4, -1, -1, -1), "slot stride"),
+}
+
+
+@OPS
+@pytest.mark.parametrize("name", SPOILED_DELTA)
+def test_delta_rule_refuses(ops, name):
+    argument, value, message = SPOILED_DELTA[name]
+    arguments = {**delta_arguments(), argument: value}
+    slots = {"read_slots": torch.tensor([-1, -1]), "write_slots": torch.tensor([1, 2])}
+    with pytest.raises(ValueError, match=message):
+        ops.gated_delta_step(**arguments, **slots)
+    pack = {"cu_seqlens": torch.arange(3), "snapshot_slots": torch.tensor([-1, -1])}
+    with pytest.raises(ValueError, match=message):
+        ops.gated_delta_prefill(**arguments, **slots, **pack)
+
+
+SPOILED_CONV = {
+    "weight of other channels": ("weight", normal(1, 6, 4), "shape of weight"),
+    "window as wide as the kernel": ("windows", normal(1, 4, 4, 5), "shape of windows"),
+    "window channels first": ("windows", normal(1, 4, 5, 3), "shape of windows"),
+    "narrower windows": ("windows", normal(1, 4, 3, 5).bfloat16(), "dtype of windows"),
+    "windows not contiguous": ("windows", normal(1, 4, 5, 3).mT, "strides of windows"),
+}
+
+
+@OPS
+@pytest.mark.parametrize("name", SPOILED_CONV)
+def test_convolution_refuses(ops, name):
+    argument, value, message = SPOILED_CONV[name]
+    arguments = {"x": normal(1, 2, 5), "weight": normal(2, 5, 4), "windows": normal(3, 4, 3, 5)}
+    slots = {"read_slots": torch.tensor([-1, -1]), "write_slots": torch.tensor([1, 2])}
+    with pytest.raises(ValueError, match=message):
+        ops.causal_conv_step(**{**arguments, argument: value}, **slots)
+
+
+@OPS
+@pytest.mark.parametrize("offsets", [[1, 4], [0, 3], [0, 5], [0, 3, 2, 4], []])
+def test_prefill_refuses_offsets_that_do_not_cover_the_pack(ops, offsets):
+    row = torch.full((max(len(offsets) - 1, 0),), -1)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        ops.causal_conv_prefill(
+            normal(1, 4, 5),
+            normal(2, 5, 4),
+            normal(3, 4, 3, 5),
+            cu_seqlens=torch.tensor(offsets, dtype=torch.int64),
+            read_slots=row,
+            write_slots=row + 2,
+            snapshot_slots=row,
+        )
+
+
+def attention_arguments() -> dict[str, torch.Tensor]:
+    caches = {"k_cache": normal(3, 4, 2, 2, 8), "v_cache": normal(4, 4, 2, 2, 8)}
+    return {"q": normal(1, 1, 4, 8), "gate": normal(2, 1, 4, 8), **caches}
+
+
+@OPS
+@pytest.mark.parametrize(
+    ("kv_lens", "block_tables", "message"),
+    [
+        ([5], [[1, 2]], "blocks of row 0: expected at least 3, got 2"),
+        ([5], [[1, 2, 4]], r"block of row 0: expected in \[0, 4\), got 4"),
+        ([5], [[1, 2, -1]], "block of row 0.*got -1"),
+        ([0], [[1]], "K/V length of row 0: expected at least 1"),
+        ([1], [], "block tables"),
+        ([1, 1], [[1], [1]], "K/V lengths: expected 1, got 2"),
+    ],
+)
+def test_decode_attention_refuses_rows_without_their_blocks(ops, kv_lens, block_tables, message):
+    with pytest.raises(ValueError, match=message):
+        ops.attention_decode(**attention_arguments(), kv_lens=kv_lens, block_tables=block_tables)
+
+
+@OPS
+@pytest.mark.parametrize(
+    ("start", "table", "message"),
+    [
+        (63, list(range(4)) * 16, "start of row 0: expected a multiple of 64, got 63"),
+        (-64, [1], "start of row 0"),
+        (64, [1] * 32, "blocks of row 0: expected at least 33, got 32"),
+    ],
+)
+def test_prefill_attention_refuses(ops, start, table, message):
+    with pytest.raises(ValueError, match=message):
+        ops.attention_prefill(
+            **attention_arguments(),
+            cu_seqlens=torch.tensor([0, 1]),
+            start_positions=[start],
+            block_tables=[table],
+        )
+
+
+@OPS
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("gate", normal(1, 1, 4, 4), "shape of gate"),
+        ("q", normal(1, 1, 4, 4), "shape of gate"),
+        ("v_cache", normal(1, 4, 2, 2, 4), "shape of v_cache"),
+        ("k_cache", normal(1, 4, 2, 3, 8), "shape of v_cache"),
+        ("gate", normal(1, 1, 4, 8).bfloat16(), "dtype of gate"),
+    ],
+)
+def test_attention_refuses_tensors_that_do_not_fit(ops, argument, value, message):
+    arguments = {**attention_arguments(), argument: value}
+    with pytest.raises(ValueError, match=message):
+        ops.attention_decode(**arguments, kv_lens=[1], block_tables=[[1]])
+
+
+@OPS
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([3, 8], r"K/V index: expected in \[0, 8\), got 8"),
+        ([-1, 3], "K/V index.*got -1"),
+        ([5, 5], "K/V index: expected used once, got 5"),
+        ([5], "shape of k"),
+    ],
+)
+def test_writing_kv_refuses_and_writes_nothing(ops, indices, message):
+    caches = torch.zeros(2, 4, 2, 1, 3)
+    rows = normal(1, 2, 1, 3)
+    with pytest.raises(ValueError, match=message):
+        ops.write_kv(rows, rows, *caches, torch.tensor(indices))
+    assert torch.equal(caches, torch.zeros_like(caches))
+
+
+@OPS
+def test_writing_kv_refuses_a_cache_whose_flat_view_would_be_a_copy(ops):
+    caches = torch.zeros(4, 2, 2, 1, 3)
+    rows = normal(1, 1, 1, 3)
+    with pytest.raises(ValueError, match="strides of k_cache"):
+        ops.write_kv(rows, rows, caches[:, 0], caches[:, 1], torch.tensor([5]))
+
+
+@OPS
+def test_an_arena_is_bytes(ops):
+    with pytest.raises(ValueError, match="dtype of arena"):
+        ops.copy_slots(torch.zeros(4, 4), [1], [2])
+    with pytest.raises(ValueError, match="dtype of arena"):
+        ops.zero_slots(torch.zeros(4, 4), [1])
+
+
+def test_the_reference_takes_int64_vectors_only():
+    slots = {"read_slots": torch.tensor([-1.0, -1.0]), "write_slots": torch.tensor([1, 2])}
+    with pytest.raises(ValueError, match="int64 vector"):
+        reference.gated_delta_step(**delta_arguments(), **slots)
