@@ -91,23 +91,26 @@ class LinearStateBlockManager:
         return True
 
     def plan_snapshots(self, seq: CachedSequence, start: int, end: int) -> None:
-        """Take slots for the boundaries strictly inside the prefill step [start, end)."""
+        """Take slots for the boundaries strictly inside the prefill step [start, end).
+
+        The deepest one first: it is worth most if there are not enough.
+        """
         assert not seq.snapshots, "snapshots of an earlier step were not committed"
         first = (start // self.chunk_stride + 1) * self.chunk_stride
-        for boundary in range(first, end, self.chunk_stride):
+        for boundary in reversed(range(first, end, self.chunk_stride)):
             if not self._is_save_point(seq, boundary):
                 continue
             slot = self._slot_for_save(self._key(seq, boundary))
             if slot is not None:
-                seq.snapshots.append((boundary, slot))
+                seq.snapshots.insert(0, (boundary, slot))
 
     def commit(self, seq: CachedSequence) -> None:
-        """The step was issued: publish its snapshots, unpin its source, record its end's save."""
+        """The step was issued: unpin its source, publish its snapshots, record its end's save."""
+        self._release_source(seq)  # first: what is deeper is evicted later
         for boundary, slot in seq.snapshots:
             self._publish(seq, slot, boundary, self._key(seq, boundary))
             self.pool.release(slot)
         seq.snapshots.clear()
-        self._release_source(seq)
         boundary = seq.num_computed_tokens
         on_grid = boundary % self.chunk_stride == 0 and boundary <= seq.num_prompt_tokens
         if on_grid and self._is_save_point(seq, boundary):

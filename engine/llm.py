@@ -1,5 +1,6 @@
 """The front door: a model, its cache, and a loop that steps."""
 
+import logging
 import time
 import uuid
 from collections.abc import Iterable
@@ -23,6 +24,8 @@ from engine.sequence import Sequence
 from engine.tokenizer import Detokenizer, Tokenizer
 from engine.weights import read_weights
 from engine.worker import Model, Worker
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Seq[int]
 
@@ -104,7 +107,12 @@ class LLM:
         self.scheduler.commit(batch, result.cold)
         advanced = [row.seq for row in result.rows if row.needs_logits]
         for seq, logits in zip(advanced, result.logits, strict=True):
-            if not seq.abort_requested:
+            if seq.abort_requested:
+                continue
+            if logits.isnan().any():
+                logger.error("request %s: the model returned NaN logits", seq.request_id)
+                self.scheduler.finish(seq, "error")
+            else:
                 self._append(seq, sample(seq, logits))
         aborted = [row.seq for row in batch.rows if row.seq.abort_requested]
         outputs = [RequestOutput.of(s) for s in dict.fromkeys([*advanced, *aborted])]

@@ -216,7 +216,7 @@ class Qwen35Model:
         self.layers = [self._layers[i] for i in range(config.num_hidden_layers)]
         if config.tie_word_embeddings:
             self.head = PackedLinear(self.embedding)
-        self._cos = self._sin = torch.empty(0)
+        self._cos, self._sin = _rotations(config)
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         if name == "embed_tokens.weight":
@@ -260,15 +260,7 @@ class Qwen35Model:
         kv_cache = torch.zeros(
             c.num_full_layers, 2, num_blocks, block_size, *heads, dtype=self.dtype
         )
-        self._make_rotations(min(c.max_position_embeddings, num_blocks * block_size))
         return pool, kv_cache
-
-    def _make_rotations(self, num_positions: int) -> None:
-        """cos and sin [positions, rotary_dim / 2], all at once: a position always has one value."""
-        c = self.config
-        exponents = torch.arange(0, c.rotary_dim, 2, dtype=torch.float32) / c.rotary_dim
-        angles = torch.outer(torch.arange(num_positions).float(), 1.0 / c.rope_theta**exponents)
-        self._cos, self._sin = angles.cos(), angles.sin()
 
     def forward(
         self, inputs: ModelInputs, pool: StatePool | None, kv_cache: torch.Tensor
@@ -283,3 +275,11 @@ class Qwen35Model:
         rows[:num_logits] = x[inputs.logit_rows]
         rows = self.ops.rms_norm(rows, self.norm, eps=self.config.rms_norm_eps)
         return self.head(rows)[:num_logits].float()
+
+
+def _rotations(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [positions, rotary_dim / 2] of all positions: each has one value for good."""
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    angles = torch.outer(positions, 1.0 / config.rope_theta**exponents)
+    return angles.cos(), angles.sin()

@@ -9,7 +9,8 @@ from engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request so far; `finish_reason` is None until it ends ("stop", "length" or "abort").
+    """A request so far. `finish_reason` is None until it ends: "stop", "length", "abort", or
+    "error" when its logits were NaN.
 
     num_cached_tokens: prompt tokens whose K/V and state came from the cache.
     boundary: the token count of the last checkpoint it resumed from, 0 if none.

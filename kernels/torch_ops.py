@@ -308,7 +308,7 @@ def write_kv(
 def _gather(cache: torch.Tensor, block_table: list[int], kv_len: int) -> torch.Tensor:
     """The first kv_len rows of a sequence as [kv, kv_len, D] (a strided view of a fresh buffer)."""
     num_blocks = -(-kv_len // cache.shape[1])
-    blocks = cache.index_select(0, torch.tensor(block_table[:num_blocks], device=cache.device))
+    blocks = cache.index_select(0, torch.tensor(block_table[:num_blocks]))
     return blocks.flatten(0, 1)[:kv_len].transpose(0, 1)
 
 
@@ -344,12 +344,14 @@ def attention_prefill(
     for (lo, hi), start, table in zip(
         pairwise(offsets), start_positions, block_tables, strict=True
     ):
+        if lo == hi:
+            continue
         keys = _gather(k_cache, table, start + hi - lo).float().contiguous()  # [kv, kv_len, D]
         values = _gather(v_cache, table, start + hi - lo).contiguous()
         for tile in range(lo, hi, KERNEL_CHUNK):
             n = min(KERNEL_CHUNK, hi - tile)
             kv_len = start + tile - lo + n
-            rows = q[tile : tile + n].float().mul_(D**-0.5).view(n, kv, heads // kv, D)
+            rows = (q[tile : tile + n].float() * D**-0.5).view(n, kv, heads // kv, D)
             rows = rows.permute(1, 2, 0, 3).reshape(kv, -1, D)  # [kv, G * n, D]
             probs = torch.empty(kv, rows.shape[1], kv_len, dtype=q.dtype)
             for head in range(kv):

@@ -1,12 +1,11 @@
 """Text to ids and back, whole and in a stream."""
 
 import json
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
 
 from engine.tokenizer import Tokenizer
@@ -97,6 +96,9 @@ def test_nothing_is_added_around_a_text(tmp_path):
     library = byte_tokenizer()
     library.enable_truncation(max_length=2)
     library.enable_padding(length=9)
+    library.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 257)]
+    )
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.from_directory(tmp_path)
     assert tokenizer.encode("abc") == [97, 98, 99]
@@ -136,16 +138,8 @@ def test_special_tokens_are_text_unless_they_are_skipped():
     assert "".join(stream(tokenizer, ids, skip_special_tokens=True)) == "a<tool é>b"
 
 
-def test_a_stream_costs_the_same_per_token_however_long_it_holds_invalid_bytes():
-    def seconds(num_tokens):
-        best = float("inf")
-        for _ in range(3):
-            start = time.perf_counter()
-            stream(TOKENIZERS["bytes"], [0xFF] * num_tokens)
-            best = min(best, time.perf_counter() - start)
-        return best
-
-    assert seconds(40_000) < 40 * seconds(2_000)  # 20 where linear, 400 where quadratic
+def test_invalid_bytes_are_told_at_once_and_not_collected():
+    assert stream(TOKENIZERS["bytes"], [0xFF] * 100) == ["\ufffd"] * 100 + [""]
 
 
 def test_a_negative_id_and_a_lone_surrogate_are_refused():

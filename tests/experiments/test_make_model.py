@@ -183,20 +183,21 @@ def status(field):
         if line.startswith(field):
             return int(line.split()[1]) * 1024
 
-make_model(sys.argv[1] + "/first", like="tiny", dtype=sys.argv[2])  # what is loaded once does not count
+# A first model, so that what is loaded once does not count.
+make_model(sys.argv[1] + "/first", like="tiny", dtype=sys.argv[2])
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
 before = status("VmRSS")
-out = make_model(sys.argv[1] + "/wide", like="tiny", vocab=200_000, dtype=sys.argv[2])
+out = make_model(sys.argv[1] + "/wide", like="tiny", vocab=int(sys.argv[3]), dtype=sys.argv[2])
 size = (out / "model.safetensors").stat().st_size
 print(json.dumps([status("VmHWM") - before, size]))
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_does_not_grow_with_the_model(tmp_path, dtype):
-    peak, size = run_python(PEAK, tmp_path, dtype)
-    assert size > 51_000_000
-    assert peak < 20_000_000
+@pytest.mark.parametrize(("dtype", "vocab"), [("float32", 200_000), ("bfloat16", 400_000)])
+def test_memory_does_not_grow_with_the_model(tmp_path, dtype, vocab):
+    peak, size = run_python(PEAK, tmp_path, dtype, vocab)
+    assert size > 100e6
+    assert peak < 50e6  # two blocks are 8 MB; the allocator adds some of its own
 
 
 @pytest.mark.parametrize(

@@ -41,39 +41,40 @@ def normal(seed: int, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.
     return torch.randn(*sizes, generator=generator(seed)).to(dtype)
 
 
+@dataclass
 class Pool:
-    """NaN-poisoned slots [num_slots, *inner] as the middle layer of three, like a real arena.
+    """Slots as the middle layer of three, strided like a real arena, poisoned with NaN.
 
-    `view` is what an op gets; `everything` also holds the layers around it, which no op may touch.
+    `view` [num_slots, *inner] is what an op gets; `everything` [num_slots, 3, *inner] also has the
+    layers around it, which no op may touch.
     """
 
-    def __init__(
-        self, num_slots: int, *inner: int, dtype: torch.dtype, seed: int = 0, filled: tuple = ()
-    ) -> None:
-        self.everything = torch.full((num_slots, 3, *inner), float("nan"), dtype=dtype)
-        self.view = self.everything[:, 1]
+    everything: torch.Tensor
+
+    @classmethod
+    def poisoned(cls, num_slots: int, *inner: int, dtype: torch.dtype, filled=()) -> "Pool":
+        """All NaN but the `filled` slots, whose values depend on nothing but the slot."""
+        pool = cls(torch.full((num_slots, 3, *inner), float("nan"), dtype=dtype))
         for slot in filled:
-            # the value depends on the slot and the seed only, not on the pool around it
-            self.view[slot] = normal(1000 * seed + slot, *inner, dtype=dtype)
+            pool.view[slot] = normal(1000 + slot, *inner, dtype=dtype)
+        return pool
+
+    @property
+    def view(self) -> torch.Tensor:
+        return self.everything[:, 1]
 
     def double(self) -> "Pool":
-        other = Pool.__new__(Pool)
-        other.everything = self.everything.double()
-        other.view = other.everything[:, 1]
-        return other
+        return Pool(self.everything.double())
 
     def clone(self) -> "Pool":
-        other = Pool.__new__(Pool)
-        other.everything = self.everything.clone()
-        other.view = other.everything[:, 1]
-        return other
+        return Pool(self.everything.clone())
 
     def untouched_but(self, before: "Pool", slots: set[int]) -> bool:
         """Only these slots of the view differ from `before`, bit for bit."""
-        now, then = self.everything.clone(), before.everything
+        now = self.clone()
         for slot in slots:
-            now[slot, 1] = then[slot, 1]
-        return same_bits(now, then)
+            now.view[slot] = before.view[slot]
+        return same_bits(now.everything, before.everything)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from kernels import reference
-from tests.kernels.packs import PACKS, Pool, as_double, delta_inputs, error, normal, same_bits
+from tests.kernels.packs import PACKS, Pack, Pool, as_double, delta_inputs, error, normal, same_bits
 
 LN2 = math.log(2.0)
 SIGMOID_1 = 0.7310585786300049
@@ -186,7 +186,7 @@ def test_delta_rule_agrees_with_fla(name, ratio):
 def test_prefill_continues_sources_writes_targets_and_takes_snapshots():
     pack = PACKS["mixed"]
     q, k, v, g, beta = inputs = as_double(*delta_inputs(pack.num_tokens, 1, 2, 4, 3, torch.float32))
-    pool = Pool(pack.num_slots, 2, 3, 4, dtype=torch.float64, filled=pack.sources)
+    pool = Pool.poisoned(pack.num_slots, 2, 3, 4, dtype=torch.float64, filled=pack.sources)
     before = pool.clone()
     o = reference.gated_delta_prefill(*inputs, pool.view, **pack.vectors())
 
@@ -208,9 +208,23 @@ def test_prefill_continues_sources_writes_targets_and_takes_snapshots():
     assert pool.untouched_but(before, pack.written)
 
 
+def test_padding_rows_write_nothing():
+    pack = Pack([3, 2, 1], [-1, 1, -1], [0, 2, 0])
+    inputs = as_double(*delta_inputs(6, 1, 2, 4, 3, torch.float32))
+    states = Pool.poisoned(5, 2, 3, 4, dtype=torch.float64, filled=(1,))
+    windows = Pool.poisoned(5, 3, 2, dtype=torch.float64, filled=(1,))
+    before = states.clone(), windows.clone()
+    reference.gated_delta_prefill(*inputs, states.view, **pack.vectors())
+    x, weight = as_double(normal(1, 6, 2), normal(2, 2, 4))
+    reference.causal_conv_prefill(x, weight, windows.view, **pack.vectors())
+    for pool, old in zip((states, windows), before, strict=True):
+        assert pool.untouched_but(old, {2})
+        assert not pool.view[2].isnan().any()
+
+
 def test_step_is_a_prefill_of_one_token_a_row():
     inputs = as_double(*delta_inputs(3, 1, 2, 4, 3, torch.float32))
-    pools = [Pool(6, 2, 3, 4, dtype=torch.float64, filled=(2, 3)) for _ in range(2)]
+    pools = [Pool.poisoned(6, 2, 3, 4, dtype=torch.float64, filled=(2, 3)) for _ in range(2)]
     slots = {"read_slots": torch.tensor([2, -1, 3]), "write_slots": torch.tensor([2, 1, 4])}
     o = reference.gated_delta_step(*inputs, pools[0].view, **slots)
     pack = {"cu_seqlens": torch.arange(4), "snapshot_slots": torch.tensor([-1, -1, -1])}
@@ -233,6 +247,15 @@ def test_query_heads_share_the_kv_head_h_over_ratio():
     values = t64([[[1.0, 1.0], [2.0, 2.0]]])
     out = reference.attend(q, q, torch.zeros_like(values), values)
     assert_close(out[:, 0], t64([0.5, 0.5, 1.0, 1.0]))
+
+
+def test_query_heads_score_against_the_kv_head_h_over_ratio():
+    # K/V head 1 prefers its second row strongly, K/V head 0 has no preference
+    keys = t64([[[0.0], [0.0]], [[0.0], [99.0]]])
+    values = t64([[[2.0], [2.0]], [[4.0], [4.0]]])
+    q = torch.ones(4, 1, dtype=torch.float64)
+    out = reference.attend(q, 0 * q, keys, values)
+    assert_close(out[:, 0], t64([1.5, 1.5, 2.0, 2.0]))
 
 
 def position_caches(num_rows, block_size, table, num_blocks):

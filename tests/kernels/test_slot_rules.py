@@ -56,8 +56,8 @@ def test_prefill_refuses_and_writes_nothing(ops, name):
         "write_slots": ids(writes),
         "snapshot_slots": ids(snapshots),
     }
-    states = Pool(NUM_SLOTS, 2, 4, 4, dtype=torch.float32, filled=FILLED)
-    windows = Pool(NUM_SLOTS, 3, 5, dtype=torch.float32, filled=FILLED)
+    states = Pool.poisoned(NUM_SLOTS, 2, 4, 4, dtype=torch.float32, filled=FILLED)
+    windows = Pool.poisoned(NUM_SLOTS, 3, 5, dtype=torch.float32, filled=FILLED)
     before = states.clone(), windows.clone()
     with pytest.raises(ValueError, match=message):
         ops.gated_delta_prefill(
@@ -69,6 +69,37 @@ def test_prefill_refuses_and_writes_nothing(ops, name):
     assert same_bits(windows.everything, before[1].everything)
 
 
+# name: (lengths, reads, writes, snapshot entries)
+ACCEPTED = {
+    "padding rows share slot 0": ([1, 2, 2], [0, 0, 1], [0, 0, 0], [-1, -1, -1]),
+    "rows share a source": ([1, 1], [3, 3], [1, 2], [-1, -1]),
+    "rows in place": ([1, 1], [3, 4], [3, 4], [-1, -1]),
+    "the last slot": ([64], [6], [7], [5]),
+    "a snapshot after each full chunk": ([129], [1], [2], [3, 4, -1]),
+    "no rows": ([], [], [], []),
+}
+
+
+@OPS
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_prefill_accepts(ops, name):
+    lengths, reads, writes, snapshots = ACCEPTED[name]
+    pool = Pool.poisoned(NUM_SLOTS, 3, 5, dtype=torch.float32, filled=FILLED)
+    before = pool.clone()
+    ops.causal_conv_prefill(
+        normal(1, sum(lengths), 5),
+        normal(2, 5, 4),
+        pool.view,
+        cu_seqlens=ids([0, *lengths]).cumsum(0),
+        read_slots=ids(reads),
+        write_slots=ids(writes),
+        snapshot_slots=ids(snapshots),
+    )
+    written = {*writes, *snapshots} - {0, -1}
+    assert pool.untouched_but(before, written)
+    assert all(not same_bits(pool.view[slot], before.view[slot]) for slot in written)
+
+
 STEPS = [name for name, case in REFUSED.items() if set(case[0]) == {2}]
 
 
@@ -77,8 +108,8 @@ STEPS = [name for name, case in REFUSED.items() if set(case[0]) == {2}]
 def test_step_refuses_and_writes_nothing(ops, name):
     lengths, reads, writes, _, message = REFUSED[name]
     slots = {"read_slots": ids(reads), "write_slots": ids(writes)}
-    states = Pool(NUM_SLOTS, 2, 4, 4, dtype=torch.float32, filled=FILLED)
-    windows = Pool(NUM_SLOTS, 3, 5, dtype=torch.float32, filled=FILLED)
+    states = Pool.poisoned(NUM_SLOTS, 2, 4, 4, dtype=torch.float32, filled=FILLED)
+    windows = Pool.poisoned(NUM_SLOTS, 3, 5, dtype=torch.float32, filled=FILLED)
     before = states.clone(), windows.clone()
     num_rows = len(lengths)
     with pytest.raises(ValueError, match=message):

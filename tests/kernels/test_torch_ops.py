@@ -50,7 +50,7 @@ def assert_pool_matches(pool: Pool, expected: Pool, before: Pool, written: set[i
 def test_delta_prefill_matches_the_recurrence(pack, shape, dtype):
     H, HV, K, V = shape
     inputs = delta_inputs(pack.num_tokens, H, HV, K, V, dtype)
-    pool = Pool(pack.num_slots, HV, V, K, dtype=torch.float32, filled=pack.sources)
+    pool = Pool.poisoned(pack.num_slots, HV, V, K, dtype=torch.float32, filled=pack.sources)
     before, expected = pool.clone(), pool.double()
     o = torch_ops.gated_delta_prefill(*inputs, pool.view, **pack.vectors())
     o64 = reference.gated_delta_prefill(*as_double(*inputs), expected.view, **pack.vectors())
@@ -68,7 +68,7 @@ def test_delta_prefill_bears_extreme_gates(g, beta):
     gates = torch.full((2, pack.num_tokens, 2), 0.0)
     gates[0], gates[1] = g, beta
     gates[0, ::7] = 0.0  # a chunk that mixes strong decay with none
-    pool = Pool(pack.num_slots, 2, 32, 32, dtype=torch.float32, filled=pack.sources)
+    pool = Pool.poisoned(pack.num_slots, 2, 32, 32, dtype=torch.float32, filled=pack.sources)
     before, expected = pool.clone(), pool.double()
     o = torch_ops.gated_delta_prefill(q, k, v, *gates, pool.view, **pack.vectors())
     inputs = as_double(q, k, v, *gates)
@@ -79,12 +79,29 @@ def test_delta_prefill_bears_extreme_gates(g, beta):
     assert pool.untouched_but(before, pack.written)
 
 
+def test_delta_rules_add_eps_to_the_norms_of_short_keys_and_queries():
+    q, k, v, g, beta = delta_inputs(70, 1, 2, 32, 32, torch.float32)
+    q, k = 1e-3 * q, 2e-4 * k  # sums of squares around 3e-5 and 1e-6, the eps
+    pack, inputs = Pack([70], [1], [2]), (q, k, v, g, beta)
+    pool = Pool.poisoned(5, 2, 32, 32, dtype=torch.float32, filled=(1,))
+    expected = pool.double()
+    o = torch_ops.gated_delta_prefill(*inputs, pool.view, **pack.vectors())
+    o64 = reference.gated_delta_prefill(*as_double(*inputs), expected.view, **pack.vectors())
+    assert error(o, o64) < TOLERANCE[torch.float32]
+    assert error(pool.view[2], expected.view[2]) < TOLERANCE[torch.float32]
+    row = [x[:1] for x in inputs]
+    o = torch_ops.gated_delta_step(*row, pool.view, **step_slots([1], [3]))
+    o64 = reference.gated_delta_step(*as_double(*row), expected.view, **step_slots([1], [3]))
+    assert error(o, o64) < TOLERANCE[torch.float32]
+    assert error(pool.view[3], expected.view[3]) < TOLERANCE[torch.float32]
+
+
 def test_delta_prefill_bears_one_key_repeated_and_keys_of_zero():
     q, k, v, g, beta = delta_inputs(130, 1, 1, 32, 32, torch.float32)
     k[:100] = k[0]
     k[110:120] = 0.0
     pack = Pack([130], [-1], [1])
-    pool = Pool(3, 1, 32, 32, dtype=torch.float32)
+    pool = Pool.poisoned(3, 1, 32, 32, dtype=torch.float32)
     expected = pool.double()
     o = torch_ops.gated_delta_prefill(q, k, v, g, beta, pool.view, **pack.vectors())
     inputs = as_double(q, k, v, g, beta)
@@ -116,7 +133,7 @@ def step_slots(reads, writes) -> dict[str, torch.Tensor]:
 def test_delta_step_matches_the_recurrence(reads, writes, shape, dtype):
     H, HV, K, V = shape
     inputs = delta_inputs(len(reads), H, HV, K, V, dtype)
-    pool = Pool(9, HV, V, K, dtype=torch.float32, filled=tuple({*reads} - {-1, 0}))
+    pool = Pool.poisoned(9, HV, V, K, dtype=torch.float32, filled=tuple({*reads} - {-1, 0}))
     before, expected, slots = pool.clone(), pool.double(), step_slots(reads, writes)
     o = torch_ops.gated_delta_step(*inputs, pool.view, **slots)
     o64 = reference.gated_delta_step(*as_double(*inputs), expected.view, **slots)
@@ -133,7 +150,7 @@ def test_convolution_prefill_matches_the_taps_and_keeps_windows_exactly(
     pack, channels, width, dtype
 ):
     x, weight = normal(1, pack.num_tokens, channels, dtype=dtype), normal(2, channels, width)
-    pool = Pool(pack.num_slots, width - 1, channels, dtype=dtype, filled=pack.sources)
+    pool = Pool.poisoned(pack.num_slots, width - 1, channels, dtype=dtype, filled=pack.sources)
     before, expected = pool.clone(), pool.double()
     y = torch_ops.causal_conv_prefill(x, weight.to(dtype), pool.view, **pack.vectors())
     x64, weight64 = as_double(x, weight.to(dtype))
@@ -150,7 +167,7 @@ def test_convolution_prefill_matches_the_taps_and_keeps_windows_exactly(
 @EVERY_STEP
 def test_convolution_step_matches_the_taps_and_keeps_windows_exactly(reads, writes, dtype):
     x, weight = normal(1, len(reads), 37, dtype=dtype), normal(2, 37, 4)
-    pool = Pool(9, 3, 37, dtype=dtype, filled=tuple({*reads} - {-1, 0}))
+    pool = Pool.poisoned(9, 3, 37, dtype=dtype, filled=tuple({*reads} - {-1, 0}))
     before, expected, slots = pool.clone(), pool.double(), step_slots(reads, writes)
     y = torch_ops.causal_conv_step(x, weight, pool.view, **slots)
     y64 = reference.causal_conv_step(*as_double(x, weight), expected.view, **slots)
@@ -166,7 +183,7 @@ def test_convolution_step_matches_the_taps_and_keeps_windows_exactly(reads, writ
 def test_convolution_of_a_suffix_mixes_the_window_of_its_prefix(suffix):
     x, weight = normal(1, 64 + suffix, 24), normal(2, 24, 4)
     whole, _ = reference.causal_conv(*as_double(x, weight), torch.zeros(3, 24).double())
-    pool = Pool(4, 3, 24, dtype=torch.float32)
+    pool = Pool.poisoned(4, 3, 24, dtype=torch.float32)
     first, second = Pack([64], [-1], [1]), Pack([suffix], [1], [2])
     torch_ops.causal_conv_prefill(x[:64], weight, pool.view, **first.vectors())
     y = torch_ops.causal_conv_prefill(x[64:], weight, pool.view, **second.vectors())

@@ -42,6 +42,7 @@ class Cache:
 
 PREFILLS = {  # segment lengths, start positions
     "no rows": ([], []),
+    "empty segment without blocks": ([0, 3], [0, 0]),
     "one token": ([1], [0]),
     "one token after a prefix": ([1], [64]),
     "tile - 1": ([63], [0]),

@@ -160,6 +160,15 @@ def test_writing_kv_refuses_and_writes_nothing(ops, indices, message):
 
 
 @OPS
+def test_writing_kv_lets_padding_rows_share_a_place_in_block_0(ops):
+    caches = torch.zeros(2, 4, 2, 1, 3)
+    rows = normal(1, 3, 1, 3)
+    ops.write_kv(rows, rows, *caches, torch.tensor([1, 1, 5]))
+    assert torch.equal(caches[0, 2, 1], rows[2])
+    assert not caches[:, 1:].flatten(1, 2)[:, [0, 1, 2, 4, 5]].any()
+
+
+@OPS
 def test_writing_kv_refuses_a_cache_whose_flat_view_would_be_a_copy(ops):
     caches = torch.zeros(4, 2, 2, 1, 3)
     rows = normal(1, 1, 1, 3)
@@ -173,6 +182,11 @@ def test_an_arena_is_bytes(ops):
         ops.copy_slots(torch.zeros(4, 4), [1], [2])
     with pytest.raises(ValueError, match="dtype of arena"):
         ops.zero_slots(torch.zeros(4, 4), [1])
+
+
+def test_the_reference_refuses_rotations_wider_than_the_head():
+    with pytest.raises(ValueError, match="rotated dims: expected at most 8, got 10"):
+        reference.rotary(normal(1, 2, 1, 8), normal(2, 2, 5), normal(3, 2, 5))
 
 
 def test_the_reference_takes_int64_vectors_only():

@@ -1,0 +1,53 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint unit mutations bench clean
+
+# List the targets.
+help:
+	@awk '/^# /{text=substr($$0,3)} /^[a-z-]+:/{split($$0,a,":"); printf "%-10s %s\n", a[1], text}' Makefile
+
+# Create .venv and install requirements.txt, if that has not been done.
+setup: $(STAMP)
+
+$(STAMP): requirements.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 11), (3, 12)) else f"Python 3.11 or 3.12 is needed, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.12")'
+	@echo "setup: creating $(VENV) with $$($(PYTHON) --version) and installing requirements.txt (some minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+# Serve questions about one document cold and warm, compare every logit, print and plot the times.
+demo: setup
+	@echo "demo: python -m experiments.warm_start"
+	@$(BIN)/python -m experiments.warm_start
+
+# Lint, type check and all tests.
+test: setup lint unit
+
+# ruff and mypy.
+lint: setup
+	@echo "lint: ruff check, ruff format --check, mypy"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy
+
+# The tests, one torch thread each, two processes.
+unit: setup
+	@echo "unit: pytest on two processes"
+	@$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Break the code on purpose, one line at a time, and see the tests notice.
+mutations: setup
+	@$(BIN)/python -m tests.mutations
+
+# Compare with transformers, with a bare prefill and with a plain copy on this CPU (minutes).
+bench: setup
+	@$(BIN)/python -m experiments.bench_cpu
+
+# Remove everything that make made.
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

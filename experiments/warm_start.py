@@ -1,0 +1,217 @@
+"""How much sooner does the first token come when the document was read before, and is it the same?
+
+Several questions about one document are served with caching off, then twice with caching on: the
+first time fills the cache, the second hits it. All of that one request at a time, and again with
+all requests at once. Token ids and every row of logits are compared bit for bit.
+
+    python -m experiments.warm_start
+    python -m experiments.warm_start --model DIR --prefix-tokens 8192 --restore copy
+
+Exit status: 0, 1 if a bit differs or a request that must hit does not, 2 for a refused option.
+"""
+
+import argparse
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from engine import LLM, EngineConfig
+from engine.config import Restore
+from engine.model_config import ModelConfig
+from experiments.cold_and_warm import WARM_UP_TOKENS, Advance, Measured, failures, measure
+from experiments.make_model import builtin_model_dir
+from experiments.results_io import RESULTS, memory_bytes, write_json
+from experiments.shared_prompts import shared_prompts
+from experiments.warm_start_report import (
+    conclusion,
+    draw,
+    request_rows,
+    results,
+    stats_line,
+    table,
+)
+
+_COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeElapsedColumn(),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    options = parse_options(argv)
+    torch.set_num_threads(options.threads)
+    width = None if sys.stdout.isatty() else 100
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    console.print(_introduction(options))
+    try:
+        cold, prompts = _load(options)
+    except (ValueError, OSError) as error:
+        print(f"warm_start: error: {error}", file=sys.stderr)
+        return 2
+    measured = _measure(cold, prompts, options)
+    failed = failures(measured, options.engine_config, prefix_tokens=options.prefix_tokens)
+    rows = request_rows(measured)
+    console.print(table(rows))
+    for mode, stats in measured.stats.items():
+        console.print(stats_line(mode, stats))
+    name, config = options.model_dir.resolve().name, options.engine_config
+    write_json(options.json, results(name, cold.model_config, config, rows, measured, failed))
+    picture = options.json.with_suffix(".png")
+    if failed:
+        picture.unlink(missing_ok=True)  # it would show an older run
+        print("\n".join(["FAILED", *failed]), file=sys.stderr)
+        return 1
+    draw(rows, picture)
+    console.print(f"Written: {options.json}, and {picture.name} beside it.")
+    console.print(conclusion(rows))
+    return 0
+
+
+def _introduction(options: argparse.Namespace) -> str:
+    model = options.model_config
+    what = "built-in model, random weights" if options.model is None else str(options.model)
+    nonsense = (
+        "Random weights answer nonsense, so no answer is shown: only the bits matter."
+        if options.model is None
+        else "No answer is shown: only the bits matter. Random weights would answer nonsense."
+    )
+    return (
+        f"{what}: {model.num_linear_layers} recurrent and {model.num_full_layers} attention "
+        f"layers; {options.questions} questions of {options.suffix_tokens} tokens on a document of "
+        f"{options.prefix_tokens}; pools of {pool_bytes(options) / 1e6:.0f} MB; "
+        f"{options.threads} thread(s).\n{nonsense}"
+    )
+
+
+def _load(options: argparse.Namespace) -> tuple[LLM, list[list[int]]]:
+    """The engine without caching, and the prompts."""
+    cold = LLM(
+        options.model_dir, **asdict(options.engine_config) | {"enable_prefix_caching": False}
+    )
+    prompts = shared_prompts(
+        cold.tokenizer,
+        cold.model_config.vocab_size,
+        prefix_tokens=options.prefix_tokens,
+        suffix_tokens=options.suffix_tokens,
+        num_questions=options.questions,
+    )
+    return cold, prompts
+
+
+def _measure(cold: LLM, prompts: list[list[int]], options: argparse.Namespace) -> Measured:
+    with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:
+
+        def start_pass(name: str) -> Advance:
+            total = len(prompts) * options.max_tokens
+            return partial(progress.advance, progress.add_task(name, total=total))
+
+        return measure(
+            cold,
+            options.engine_config,
+            prompts,
+            max_tokens=options.max_tokens,
+            start_pass=start_pass,
+        )
+
+
+# ---- options
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    """Options, with `model_config` and `engine_config` added. Bad ones exit with status 2."""
+    parser = argparse.ArgumentParser(
+        prog="warm_start", description=(__doc__ or "").split("\n", 1)[0], allow_abbrev=False
+    )
+    parser.add_argument("--model", type=Path, help="model directory (built-in: small and random)")
+    parser.add_argument("--prefix-tokens", type=_count, default=4000, help="of the document")
+    parser.add_argument("--suffix-tokens", type=_count, default=160, help="of each question")
+    parser.add_argument("--questions", type=_count, default=4)
+    parser.add_argument("--max-tokens", type=_count, default=8, help="new tokens of each answer")
+    parser.add_argument("--checkpoint-every", type=_count, default=512, help="tokens")
+    parser.add_argument("--restore", choices=get_args(Restore), default="redirect")
+    parser.add_argument("--threads", type=_count, default=1, help="of torch")
+    parser.add_argument("--json", type=Path, default=RESULTS / "warm_start.json", help="results")
+    options = parser.parse_args(argv)
+    try:
+        options.model_dir = options.model or builtin_model_dir()
+        options.model_config = ModelConfig.from_directory(options.model_dir)
+        options.engine_config = _engine_config(options)
+        _check(options)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return options
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.lstrip("-").isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected an integer of at least 1")
+    return value
+
+
+def _engine_config(options: argparse.Namespace) -> EngineConfig:
+    """Pools with room for every state and block of one mode and its warm-up."""
+    every, num_seqs = options.checkpoint_every, options.questions
+    defaults = EngineConfig(checkpoint_every=every, max_num_seqs=num_seqs)
+    prompt_tokens = options.prefix_tokens + options.suffix_tokens
+    longest = prompt_tokens + options.max_tokens
+    on_document = options.prefix_tokens // every + 1  # the last where the questions part
+    on_question = options.suffix_tokens // every + 2
+    on_warm_up = WARM_UP_TOKENS // every + 2
+    in_flight = defaults.max_num_batched_tokens // defaults.chunk_stride
+    checkpoints = on_document + num_seqs * on_question + on_warm_up + in_flight
+    return EngineConfig(
+        checkpoint_every=every,
+        max_num_seqs=num_seqs,
+        restore=options.restore,
+        num_slots=1 + 2 * num_seqs + checkpoints,
+        num_blocks=1 + (num_seqs + 1) * (longest // defaults.block_size + 1),
+    )
+
+
+def _check(options: argparse.Namespace) -> None:
+    prompt_tokens = options.prefix_tokens + options.suffix_tokens
+    smallest = options.engine_config.chunk_stride + 1
+    limit = options.model_config.max_position_embeddings
+    split = f"--prefix-tokens {options.prefix_tokens} and --suffix-tokens {options.suffix_tokens}"
+    if prompt_tokens < smallest:
+        raise ValueError(
+            f"{split} make a prompt of {prompt_tokens} tokens; "
+            f"expected at least {smallest}, the smallest that can hit"
+        )
+    if prompt_tokens + options.max_tokens > limit:
+        raise ValueError(
+            f"{split} with --max-tokens {options.max_tokens} need {prompt_tokens} + "
+            f"{options.max_tokens} positions; the model has {limit}"
+        )
+    needed, there = pool_bytes(options), memory_bytes()
+    if needed > there:
+        raise ValueError(
+            f"{split} for --questions {options.questions} need pools of {needed / 1e9:.1f} "
+            f"GB; this machine has {there / 1e9:.1f} GB of memory"
+        )
+    if options.json.suffix != ".json" or options.json.is_dir():
+        raise ValueError(f"--json {options.json}: expected a file name that ends in .json")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+
+
+def pool_bytes(options: argparse.Namespace) -> int:
+    """Memory of the state pool and the K/V cache."""
+    model, config = options.model_config, options.engine_config
+    itemsize = 2 if model.weights_dtype == "bfloat16" else 4
+    slot_bytes = model.recurrent_state_bytes + model.conv_state_bytes(itemsize)
+    block_bytes = config.block_size * model.kv_bytes_per_token(itemsize)
+    return config.num_slots * slot_bytes + config.num_blocks * block_bytes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

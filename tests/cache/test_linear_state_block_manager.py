@@ -1,0 +1,171 @@
+"""The LINEAR leaf: live slots, sources, and what a leaving sequence gives back. Stride 4."""
+
+import pytest
+
+from cache.cached_sequence import StateSource
+from cache.ops import LinearStateCacheOp
+from tests.cache.builders import linear_leaf, linear_step, sequence
+
+
+def sequence_like(seq):
+    twin = sequence(seq.token_ids)
+    twin.linear_state_hashes = list(seq.linear_state_hashes)
+    return twin
+
+
+def test_a_sequence_gets_one_live_slot_and_keeps_it():
+    linear, seq = linear_leaf(), sequence(range(3))
+    assert linear.allocate_for_sequence(seq) and seq.live_slot == 1
+    assert linear.allocate_for_sequence(seq) and seq.live_slot == 1
+    assert (linear.num_live, linear.pool.num_in_use) == (1, 1)
+
+
+def test_without_a_slot_a_sequence_gets_none():
+    linear = linear_leaf(2, max_num_seqs=1)
+    assert linear.allocate_for_sequence(sequence(range(3)))
+    late = sequence(range(3))
+    assert not linear.allocate_for_sequence(late)
+    assert late.live_slot is None and linear.num_live == 1
+
+
+def test_checkpoints_take_no_part_in_admission():
+    assert linear_leaf().participates_in_admission is False
+
+
+def test_a_probe_takes_nothing():
+    linear, seq = linear_leaf(), sequence(range(12))
+    linear_step(linear, seq, 12)
+    linear.release(seq)
+    probe = sequence(range(12))
+    assert linear.allocate_shared(probe) == [4, 8]
+    assert linear.pool.num_in_use == 0 and probe.block_table == [] and probe.state_source is None
+
+
+def test_a_mounted_checkpoint_is_pinned_until_the_step_is_committed():
+    """trap 15: a source slot is released (and reused) before the worker read it."""
+    linear, seq = linear_leaf(5, max_num_seqs=1), sequence(range(9))
+    linear_step(linear, seq, 9)
+    linear.release(seq)  # 4 -> slot 2, 8 -> slot 3, slots 4 and 1 free
+    reader = sequence(range(9))
+    linear.allocate_shared(reader)
+    assert linear.mount(reader, 8) == StateSource(3, 8)
+    linear.set_source(reader, StateSource(3, 8))
+    assert linear.allocate_for_sequence(reader)
+    taken = [linear.pool.allocate() for _ in range(3)]
+    assert 3 not in taken and taken[-1] is None
+    assert linear.cache_op(reader) == LinearStateCacheOp(4, True, 3, 8)
+    reader.num_computed_tokens = 9
+    linear.commit(reader)
+    assert linear.pool.ref_count(3) == 0 and reader.state_source is None
+
+
+def test_unmounting_gives_the_reference_back():
+    linear, seq = linear_leaf(), sequence(range(5))
+    linear_step(linear, seq, 5)
+    mounted = linear.mount(seq, 4)
+    linear.unmount(mounted)
+    assert linear.pool.ref_count(mounted.slot_id) == 0
+
+
+def test_a_later_source_replaces_an_earlier_one_and_releases_it():
+    """trap 3: a mounted source survives a re-match for another boundary."""
+    linear, seq = linear_leaf(), sequence(range(9))
+    linear_step(linear, seq, 9)
+    linear.release(seq)
+    reader = sequence(range(9))
+    linear.allocate_shared(reader)
+    linear.set_source(reader, linear.mount(reader, 4))
+    linear.set_source(reader, linear.mount(reader, 8))
+    assert [linear.pool.ref_count(slot) for slot in (2, 3)] == [0, 1]
+    assert reader.state_source == StateSource(3, 8)
+
+
+def test_a_checkpoint_can_be_mounted_only_if_a_live_slot_is_left_beside_it():
+    linear = linear_leaf(4, max_num_seqs=1)
+    seq = sequence(range(5))
+    linear_step(linear, seq, 5)
+    linear.release(seq)  # 4 -> slot 2; slots 3 and 1 free
+    reader, other = sequence(range(5)), sequence(range(5))
+    linear.allocate_shared(reader)
+    held = [linear.pool.allocate()]
+    assert linear.can_mount(reader, 4)
+    held.append(linear.pool.allocate())
+    assert not linear.can_mount(reader, 4)  # the checkpoint itself is the last slot
+    assert linear.allocate_for_sequence(other) and other.live_slot == 2
+    other.live_slot, linear.num_live = None, 0
+    linear.pool.release(2)
+
+
+def test_a_pinned_checkpoint_can_be_mounted_again_beside_one_free_slot():
+    linear, seq = linear_leaf(3, max_num_seqs=1), sequence(range(5))
+    linear_step(linear, seq, 5)
+    linear.release(seq)
+    reader = sequence(range(5))
+    linear.allocate_shared(reader)
+    linear.mount(reader, 4)
+    assert linear.can_mount(sequence_like(reader), 4)
+    linear.allocate_for_sequence(reader)
+    assert not linear.can_mount(sequence_like(reader), 4)
+    assert linear.can_mount(reader, 4)  # it has its live slot
+
+
+def test_only_the_mounted_checkpoint_is_refreshed():
+    """trap 29: a hit refreshes the whole path in the LRU, so cold sessions survive warm ones."""
+    linear, seq = linear_leaf(5, max_num_seqs=1), sequence(range(13))
+    linear_step(linear, seq, 13)
+    linear.release(seq)  # 4 -> 2, 8 -> 3, 12 -> 4; free 1
+    reader = sequence(range(10))
+    linear.allocate_shared(reader)
+    linear.unmount(linear.mount(reader, 4))
+    linear.pool.allocate()
+    evicted = [linear.pool.allocate() for _ in range(3)]
+    assert evicted == [3, 4, 2]
+
+
+def test_a_discarded_sequence_gives_everything_back_and_publishes_nothing():
+    """trap 14: the producer ends before the bytes were written."""
+    linear, seq = linear_leaf(), sequence(range(12))
+    linear_step(linear, seq, 4)
+    linear.allocate_for_sequence(seq)
+    linear.plan_snapshots(seq, 4, 12)
+    assert seq.snapshots == [(8, 3)] and seq.state_source == StateSource(1, 4)
+    linear.discard(seq)
+    assert linear.allocate_shared(sequence(range(12))) == [4]  # it was written by the step before
+    assert (linear.pool.num_in_use, linear.num_live) == (0, 0)
+    assert (seq.snapshots, seq.state_source, seq.live_slot) == ([], None, None)
+
+
+def test_a_discarded_pending_save_is_forgotten():
+    linear, seq = linear_leaf(), sequence(range(8))
+    linear_step(linear, seq, 4)
+    linear.discard(seq)
+    assert seq.pending_save is None and len(linear.cache) == 0
+    assert linear.pool.num_free == 15
+
+
+def test_a_quarantined_checkpoint_is_not_found_again_and_its_slot_returns():
+    linear, seq = linear_leaf(), sequence(range(9))
+    linear_step(linear, seq, 9)
+    mounted = linear.mount(seq, 8)
+    linear.quarantine(mounted.slot_id)
+    linear.check()
+    assert linear.allocate_shared(seq) == [4]
+    assert linear.pool.ref_count(mounted.slot_id) == 1  # still pinned by its reader
+    linear.unmount(mounted)
+    assert linear.pool.num_free == 13 and linear.pool.num_evictable == 1
+
+
+@pytest.mark.parametrize("slot", [-1, 0, 1, 15, 16, 99])
+def test_quarantining_a_slot_without_a_checkpoint_changes_nothing(slot):
+    linear, seq = linear_leaf(), sequence(range(5))
+    linear_step(linear, seq, 5)
+    linear.quarantine(slot)
+    assert linear.allocate_shared(seq) == [4]
+
+
+def test_check_sees_a_published_slot_that_the_index_does_not_know():
+    linear, seq = linear_leaf(), sequence(range(5))
+    linear_step(linear, seq, 5)
+    linear.cache.forget(2)
+    with pytest.raises(AssertionError, match="disagree"):
+        linear.check()

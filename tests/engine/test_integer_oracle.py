@@ -1,0 +1,262 @@
+"""Scheduler, managers and worker driven at random beside the integer oracle. No tolerance."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from cache.cached_sequence import CachedSequence
+from cache.hashing import Namespace
+from cache.ops import NO_SLOT, LinearStateCacheOp
+from engine import LLM, EngineConfig, SamplingParams
+from engine.batch import Batch, ScheduledRow
+from engine.worker import StepResult
+from tests.oracle import OracleModel, State, expected_output, load
+
+BASES = [[(7 * i + 13 * base + i * i) % 251 for i in range(420)] for base in range(3)]
+SALTS = ["", "tenant"]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Any order of requests, steps, aborts, failures, evictions and preemptions."""
+
+    @initialize(
+        stride=st.sampled_from([64, 128]),
+        block_size=st.sampled_from([16, 64]),
+        every=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 4),
+        extra_slots=st.integers(0, 6),
+        num_blocks=st.integers(32, 70),
+        budget=st.sampled_from([128, 192, 256, 1024]),
+        restore=st.sampled_from(["copy", "redirect"]),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self,
+        stride,
+        block_size,
+        every,
+        max_num_seqs,
+        extra_slots,
+        num_blocks,
+        budget,
+        restore,
+        caching,
+    ):
+        self.model = OracleModel()
+        config = EngineConfig(
+            chunk_stride=stride,
+            block_size=block_size,
+            checkpoint_every=every * stride,
+            max_num_seqs=max_num_seqs,
+            num_slots=max_num_seqs + 1 + extra_slots,
+            num_blocks=num_blocks if block_size == 16 else num_blocks // 4,
+            max_num_batched_tokens=budget,
+            restore=restore,
+            enable_prefix_caching=caching,
+        )
+        self.llm = LLM.from_model(self.model, config)
+        self.prompts: dict[str, tuple[list[int], int]] = {}
+        self.states_by_key: dict[bytes, list[int]] = {}
+        self.rows_by_key: dict[bytes, list[int]] = {}
+        self.during_execute: Callable[[Batch], Batch] | None = None
+        self.num_finished = 0
+        execute = self.llm.worker.execute
+
+        def execute_with_hook(batch: Batch) -> StepResult:
+            hook, self.during_execute = self.during_execute, None
+            return execute(batch if hook is None else hook(batch))
+
+        self.llm.worker.execute = execute_with_hook  # type: ignore[method-assign]
+
+    # ---- rules
+
+    @rule(
+        base=st.integers(0, 2),
+        shared=st.integers(0, 330),
+        suffix=st.lists(st.integers(0, 250), min_size=1, max_size=70),
+        max_tokens=st.integers(1, 6),
+        salt=st.sampled_from(SALTS),
+    )
+    def add(self, base, shared, suffix, max_tokens, salt):
+        prompt = BASES[base][:shared] + suffix
+        with suppress(ValueError):  # longer than this pool can ever hold
+            params = SamplingParams(temperature=0, max_tokens=max_tokens)
+            self._add(prompt, params, salt)
+
+    @rule(suffix=st.lists(st.integers(0, 250), min_size=1, max_size=5))
+    def add_the_longest_again(self, suffix):
+        """Multi-turn: an earlier prompt continued."""
+        if self.prompts:
+            longest = max((p for p, _ in self.prompts.values()), key=len)
+            with suppress(ValueError):
+                params = SamplingParams(temperature=0, max_tokens=3)
+                prompt = longest[:400] + suffix
+                self._add(prompt, params, "")
+
+    @rule(times=st.integers(1, 5))
+    def step(self, times):
+        for _ in range(times):
+            self._take(self.llm.step())
+
+    @precondition(lambda self: self.llm.has_unfinished())
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.llm._requests)))
+        output = self.llm.abort(request_id)
+        assert output is not None and output.finish_reason == "abort"
+
+    @precondition(lambda self: self.llm.has_unfinished())
+    @rule(data=st.data())
+    def abort_between_schedule_and_forward(self, data):
+        def abort_some(batch: Batch) -> Batch:
+            ids = sorted(row.seq.request_id for row in batch.rows)
+            for request_id in data.draw(st.lists(st.sampled_from(ids), min_size=1, unique=True)):
+                self.llm.abort(request_id)
+            return batch
+
+        self.during_execute = abort_some
+        self._take(self.llm.step())
+
+    @precondition(lambda self: self.llm.has_unfinished())
+    @rule(finished_rows=st.integers(0, 3))
+    def fail_a_forward(self, finished_rows):
+        self.model.fail_after = finished_rows
+        with suppress(RuntimeError):
+            self._take(self.llm.step())
+        self.model.fail_after = None
+
+    @precondition(lambda self: self.llm.has_unfinished())
+    @rule(data=st.data(), source=st.sampled_from([NO_SLOT, 0, 10_000]))
+    def lose_a_restore_source(self, data, source):
+        def lose(batch: Batch) -> Batch:
+            restored = [row for row in batch.rows if row.op.restore_requested]
+            if restored:
+                row = data.draw(st.sampled_from(restored))
+                op = LinearStateCacheOp(row.op.linear_state_id, True, source, row.op.boundary)
+                lost = ScheduledRow(row.seq, row.start, row.end, op, row.snapshots)
+                batch.rows[batch.rows.index(row)] = lost
+            return batch
+
+        self.during_execute = lose
+        self._take(self.llm.step())
+
+    @precondition(lambda self: self.llm.scheduler.running)
+    @rule(data=st.data())
+    def preempt(self, data):
+        self.llm.scheduler._preempt(data.draw(st.sampled_from(self.llm.scheduler.running)))
+
+    @rule(of_blocks=st.booleans(), count=st.integers(1, 6))
+    def evict(self, of_blocks, count):
+        pool = self.llm.manager.kv.pool if of_blocks else self.llm.manager.linear.pool
+        taken = [pool.allocate() for _ in range(min(pool.num_available, pool.num_free + count))]
+        for id_ in taken:
+            pool.release(id_)
+
+    @rule()
+    def poison_whatever_is_free(self):
+        slots, blocks = self.llm.manager.linear.pool, self.llm.manager.kv.pool
+        for pool, memory in (
+            (slots, self.llm.worker.state_pool.arena),
+            (blocks, self.llm.worker.kv_cache),
+        ):
+            free = [0] + [
+                i
+                for i in range(1, pool.num_ids)
+                if pool.ref_count(i) == 0 and not pool.is_published(i)
+            ]
+            memory[free] = 255
+
+    # ---- what must always hold
+
+    @invariant()
+    def bookkeeping_is_whole(self):
+        if not hasattr(self, "llm"):
+            return
+        self.llm.scheduler.check()
+        for pool in (self.llm.manager.kv.pool, self.llm.manager.linear.pool):
+            assert pool.num_free + pool.num_evictable + pool.num_in_use == pool.num_ids - 1
+        stats = self.llm.stats()
+        assert 0 <= stats.hits <= stats.queries
+        assert stats.hits + sum(stats.misses.values()) == stats.queries
+
+    @invariant()
+    def every_checkpoint_is_the_true_state_of_its_key(self):
+        if not hasattr(self, "llm"):
+            return
+        index = self.llm.manager.linear.cache._index
+        for slot in index.ids():
+            words = load(self.llm.worker.state_pool, slot).words()
+            assert words == self.states_by_key[index.key_of(slot)]
+
+    @invariant()
+    def every_published_block_holds_the_rows_of_its_key(self):
+        if not hasattr(self, "llm"):
+            return
+        index = self.llm.manager.kv._index
+        for block in index.ids():
+            rows = self.llm.worker.kv_cache[block].tolist()
+            assert rows == self.rows_by_key[index.key_of(block)]
+
+    def teardown(self):
+        if not hasattr(self, "llm"):
+            return
+        steps = 0
+        while self.llm.has_unfinished():
+            self._take(self.llm.step())
+            steps += 1
+            assert steps < 5_000, "no progress"
+        self.bookkeeping_is_whole()
+        stats = self.llm.stats()
+        for what in ("hits", "cold_starts", "preemptions", "saves", "state_evictions"):
+            if getattr(stats, what):
+                event(what)
+        for reason in (*stats.misses, *(f"skip {r}" for r in stats.saves_skipped)):
+            event(reason)
+        assert stats.blocks_in_use == stats.slots_live == 0
+        assert self.llm.manager.linear.pool.num_in_use == 0
+        assert not self.llm._requests and not self.llm._detokenizers
+
+    def _add(self, prompt: list[int], params: SamplingParams, salt: str) -> None:
+        request_id = f"r{len(self.prompts)}"
+        self.llm.add_request(prompt, params, request_id=request_id, cache_salt=salt)
+        self.prompts[request_id] = (prompt, params.max_tokens)
+        self._remember(prompt, salt)
+
+    def _remember(self, prompt: list[int], salt: str) -> None:
+        """The true content of every key that this prompt can publish."""
+        namespace = Namespace(self.model.config.fingerprint, "", salt)
+        twin = CachedSequence(prompt, namespace=namespace)
+        kv, linear = self.llm.manager.kv.domain, self.llm.manager.linear.domain
+        twin.update_block_hashes(kv)
+        twin.update_linear_state_hashes(linear)
+        state = State()
+        values, words = [], []
+        for token in prompt:
+            state.advance(token)
+            values.append(state.value)
+            words.append(state.words())
+        for i, key in enumerate(twin.linear_state_hashes):
+            self.states_by_key[key] = words[(i + 1) * linear.step - 1]
+        for i, key in enumerate(twin.block_hashes):
+            self.rows_by_key[key] = values[i * kv.step : (i + 1) * kv.step]
+
+    def _take(self, outputs) -> None:
+        for output in outputs:
+            prompt, max_tokens = self.prompts[output.request_id]
+            want = expected_output(prompt, max_tokens)
+            assert output.token_ids == want[: len(output.token_ids)]
+            if output.finish_reason == "length":
+                assert output.token_ids == want
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
