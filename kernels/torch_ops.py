@@ -3,10 +3,7 @@
 Exactness rests on one rule: an op that mixes tokens (convolution, delta rule, attention) runs one
 sequence at a time in tiles of `KERNEL_CHUNK` tokens counted from token 0, at one fixed shape. The
 same tile is then the same instructions, whatever else is in the batch and wherever a prefill was
-cut. Ops on packed rows use only functions whose value does not depend on an element's position:
-torch's float32 sigmoid, silu and softplus differ between the body and the scalar tail of a
-vectorised loop, exp does not, and in bfloat16 all of them agree
-(tests/kernels/test_position_independence.py).
+cut. Ops on packed rows use `elementwise`, whose values do not depend on an element's position.
 
 Shapes and the slot vectors are those of `reference.py`.
 """
@@ -18,43 +15,51 @@ from torch.nn import functional
 
 from kernels import validate
 from kernels.constants import KERNEL_CHUNK
-from kernels.linear import matmul_nt
+from kernels.elementwise import sigmoid, silu, softplus
+from kernels.torch_attention import attention_decode, attention_prefill, write_kv
+
+__all__ = [
+    "attention_decode",
+    "attention_prefill",
+    "causal_conv_prefill",
+    "causal_conv_step",
+    "copy_slots",
+    "delta_gates",
+    "gated_delta_prefill",
+    "gated_delta_step",
+    "gated_rms_norm",
+    "rms_norm",
+    "rotary",
+    "swiglu",
+    "write_kv",
+    "zero_slots",
+]
 
 _L2_EPS = 1e-6
-
-
-def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return x.sigmoid() if x.dtype == torch.bfloat16 else torch.exp(-x).add_(1.0).reciprocal_()
-
-
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    return functional.silu(x) if x.dtype == torch.bfloat16 else x / torch.exp(-x).add_(1.0)
-
-
-def _softplus(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x > 20.0, x, torch.log1p(torch.exp(x.clamp(max=20.0))))
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for gate_up [R, 2 * F] = (gate | up); returns [R, F] in the same dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return _silu(gate).mul_(up)
+    return silu(gate).mul_(up)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
     """Zero-centred RMSNorm x * rsqrt(mean(x^2) + eps) * (1 + weight): float32 inside, x's dtype."""
-    x32 = x.float()
-    scale = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (x32 * scale).mul_(weight.float() + 1.0).to(x.dtype)
+    return _normalised(x, eps).mul_(weight.float() + 1.0).to(x.dtype)
 
 
 def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float
 ) -> torch.Tensor:
     """RMSNorm(x) * weight * silu(gate) over the last dim: float32 inside, gate's dtype out."""
-    x32 = x.float()
-    scale = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (x32 * scale).mul_(weight.float()).mul_(_silu(gate.float())).to(gate.dtype)
+    normed = _normalised(x, eps).mul_(weight.float())
+    return normed.mul_(silu(gate.float())).to(gate.dtype)
+
+
+def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.float()
+    return x * x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -72,8 +77,12 @@ def delta_gates(
     a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(g, beta), float32 [R, HV]: g = -exp(A_log) * softplus(a + dt_bias), beta = sigmoid(b)."""
-    g = _softplus(a.float() + dt_bias.float()).mul_(-torch.exp(A_log.float()))
-    return g, _sigmoid(b.float())
+    g = softplus(a.float() + dt_bias.float()).mul_(-torch.exp(A_log.float()))
+    return g, sigmoid(b.float())
+
+
+def _lists(*id_vectors: torch.Tensor) -> list[list[int]]:
+    return [validate.as_list(ids, "cu_seqlens and slots") for ids in id_vectors]
 
 
 def causal_conv_prefill(
@@ -87,9 +96,7 @@ def causal_conv_prefill(
     snapshot_slots: torch.Tensor,
 ) -> torch.Tensor:
     """Depthwise causal conv and SiLU of packed sequences; see reference.causal_conv_prefill."""
-    offsets, reads, writes, snaps = (
-        t.tolist() for t in (cu_seqlens, read_slots, write_slots, snapshot_slots)
-    )
+    offsets, reads, writes, snaps = _lists(cu_seqlens, read_slots, write_slots, snapshot_slots)
     validate.causal_conv(
         x,
         weight,
@@ -134,7 +141,7 @@ def causal_conv_step(
     write_slots: torch.Tensor,
 ) -> torch.Tensor:
     """One token of each of N rows; see reference.causal_conv_step."""
-    reads, writes = read_slots.tolist(), write_slots.tolist()
+    reads, writes = _lists(read_slots, write_slots)
     validate.causal_conv(x, weight, windows, read_slots=reads, write_slots=writes)
     taps = weight.float().t().contiguous()  # [W, C]
     y = torch.zeros_like(x)
@@ -226,9 +233,7 @@ def gated_delta_prefill(
     snapshot_slots: torch.Tensor,
 ) -> torch.Tensor:
     """Chunked gated delta rule of packed sequences; see reference.gated_delta_prefill."""
-    offsets, reads, writes, snaps = (
-        t.tolist() for t in (cu_seqlens, read_slots, write_slots, snapshot_slots)
-    )
+    offsets, reads, writes, snaps = _lists(cu_seqlens, read_slots, write_slots, snapshot_slots)
     validate.gated_delta(
         q,
         k,
@@ -271,7 +276,7 @@ def gated_delta_step(
     write_slots: torch.Tensor,
 ) -> torch.Tensor:
     """One token of each of N rows; see reference.gated_delta_step."""
-    reads, writes = read_slots.tolist(), write_slots.tolist()
+    reads, writes = _lists(read_slots, write_slots)
     validate.gated_delta(q, k, v, g, beta, states, read_slots=reads, write_slots=writes)
     r = v.shape[1] // q.shape[1]
     q = _l2_normalised(q.float(), q.shape[-1] ** -0.5).repeat_interleave(r, 1)  # [N, HV, K]
@@ -290,98 +295,6 @@ def gated_delta_step(
         state.baddbmm_(d[..., None], k[row, :, None, :])
         out[row] = torch.bmm(state, q[row, :, :, None])[..., 0]
     return out
-
-
-def write_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    kv_indices: torch.Tensor,
-) -> None:
-    """Store rows k, v [R, kv, D] at flat indices (block_id * block_size + offset) of the caches."""
-    validate.write_kv(k, v, k_cache, v_cache, kv_indices.tolist())
-    k_cache.flatten(0, 1).index_copy_(0, kv_indices, k)
-    v_cache.flatten(0, 1).index_copy_(0, kv_indices, v)
-
-
-def _gather(cache: torch.Tensor, block_table: list[int], kv_len: int) -> torch.Tensor:
-    """The first kv_len rows of a sequence as [kv, kv_len, D] (a strided view of a fresh buffer)."""
-    num_blocks = -(-kv_len // cache.shape[1])
-    blocks = cache.index_select(0, torch.tensor(block_table[:num_blocks]))
-    return blocks.flatten(0, 1)[:kv_len].transpose(0, 1)
-
-
-def attention_prefill(
-    q: torch.Tensor,
-    gate: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    cu_seqlens: torch.Tensor,
-    start_positions: list[int],
-    block_tables: list[list[int]],
-) -> torch.Tensor:
-    """Causal attention of packed sequences over their paged K/V; see reference.attention_prefill.
-
-    One tile of KERNEL_CHUNK queries at a time, the query heads of a K/V head folded into its rows.
-    Scores and softmax are float32; the probabilities meet V in the model's dtype.
-    """
-    heads, D = q.shape[1:]
-    kv = k_cache.shape[2]
-    above = torch.ones(KERNEL_CHUNK, KERNEL_CHUNK, dtype=torch.bool).triu_(1)
-    out = torch.empty_like(q)
-    offsets = cu_seqlens.tolist()
-    validate.attention_prefill(
-        q,
-        gate,
-        k_cache,
-        v_cache,
-        cu_seqlens=offsets,
-        start_positions=start_positions,
-        block_tables=block_tables,
-    )
-    for (lo, hi), start, table in zip(
-        pairwise(offsets), start_positions, block_tables, strict=True
-    ):
-        if lo == hi:
-            continue
-        keys = _gather(k_cache, table, start + hi - lo).float().contiguous()  # [kv, kv_len, D]
-        values = _gather(v_cache, table, start + hi - lo).contiguous()
-        for tile in range(lo, hi, KERNEL_CHUNK):
-            n = min(KERNEL_CHUNK, hi - tile)
-            kv_len = start + tile - lo + n
-            rows = (q[tile : tile + n].float() * D**-0.5).view(n, kv, heads // kv, D)
-            rows = rows.permute(1, 2, 0, 3).reshape(kv, -1, D)  # [kv, G * n, D]
-            probs = torch.empty(kv, rows.shape[1], kv_len, dtype=q.dtype)
-            for head in range(kv):
-                scores = matmul_nt(rows[head], keys[head, :kv_len]).view(-1, n, kv_len)
-                scores[..., kv_len - n :].masked_fill_(above[:n, :n], -torch.inf)
-                probs[head] = scores.softmax(-1).view(-1, kv_len)
-            mixed = torch.bmm(probs, values[:, :kv_len]).view(kv, -1, n, D)
-            out[tile : tile + n] = mixed.permute(2, 0, 1, 3).reshape(n, heads, D)
-    return out.mul_(_sigmoid(gate))
-
-
-def attention_decode(
-    q: torch.Tensor,
-    gate: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    kv_lens: list[int],
-    block_tables: list[list[int]],
-) -> torch.Tensor:
-    """One query row of each of N sequences over its paged K/V; see reference.attention_decode."""
-    validate.attention_decode(q, gate, k_cache, v_cache, kv_lens=kv_lens, block_tables=block_tables)
-    heads, D = q.shape[1:]
-    kv = k_cache.shape[2]
-    out = torch.empty_like(q)
-    for row, (kv_len, table) in enumerate(zip(kv_lens, block_tables, strict=True)):
-        query = q[row].view(1, kv, heads // kv, D)
-        keys, values = (_gather(c, table, kv_len)[None] for c in (k_cache, v_cache))
-        out[row] = functional.scaled_dot_product_attention(query, keys, values).view(heads, D)
-    return out.mul_(_sigmoid(gate))
 
 
 def copy_slots(arena: torch.Tensor, sources: list[int], destinations: list[int]) -> None:

@@ -53,7 +53,7 @@ def test_no_module_of_the_cache_takes_tensors_in_through_the_state_pool(path):
     assert "cache.state_pool" not in imports(path)
 
 
-@named([path for path in MODULES if path.parts[-2] in ("kernels", "cache", "engine")])
+@named([*in_package("kernels"), *in_package("cache"), *in_package("engine")])
 def test_no_kernel_and_nothing_above_it_imports_the_reference(path):
     if path.name.startswith("reference"):
         return

@@ -45,18 +45,18 @@ def test_a_mounted_checkpoint_is_pinned_until_the_step_is_committed():
     """trap 15: a source slot is released (and reused) before the worker read it."""
     linear, seq = linear_leaf(5, max_num_seqs=1), sequence(range(9))
     linear_step(linear, seq, 9)
-    linear.release(seq)  # 4 -> slot 2, 8 -> slot 3, slots 4 and 1 free
+    linear.release(seq)  # 8 -> slot 2, 4 -> slot 3, slots 4 and 1 free
     reader = sequence(range(9))
     linear.allocate_shared(reader)
-    assert linear.mount(reader, 8) == StateSource(3, 8)
-    linear.set_source(reader, StateSource(3, 8))
+    assert linear.mount(reader, 8) == StateSource(2, 8)
+    linear.set_source(reader, StateSource(2, 8))
     assert linear.allocate_for_sequence(reader)
     taken = [linear.pool.allocate() for _ in range(3)]
-    assert 3 not in taken and taken[-1] is None
-    assert linear.cache_op(reader) == LinearStateCacheOp(4, True, 3, 8)
+    assert taken == [1, 3, None]
+    assert linear.cache_op(reader) == LinearStateCacheOp(4, True, 2, 8)
     reader.num_computed_tokens = 9
     linear.commit(reader)
-    assert linear.pool.ref_count(3) == 0 and reader.state_source is None
+    assert linear.pool.ref_count(2) == 0 and reader.state_source is None
 
 
 def test_unmounting_gives_the_reference_back():
@@ -76,8 +76,8 @@ def test_a_later_source_replaces_an_earlier_one_and_releases_it():
     linear.allocate_shared(reader)
     linear.set_source(reader, linear.mount(reader, 4))
     linear.set_source(reader, linear.mount(reader, 8))
-    assert [linear.pool.ref_count(slot) for slot in (2, 3)] == [0, 1]
-    assert reader.state_source == StateSource(3, 8)
+    assert [linear.pool.ref_count(slot) for slot in (3, 2)] == [0, 1]
+    assert reader.state_source == StateSource(2, 8)
 
 
 def test_a_checkpoint_can_be_mounted_only_if_a_live_slot_is_left_beside_it():
@@ -113,13 +113,13 @@ def test_only_the_mounted_checkpoint_is_refreshed():
     """trap 29: a hit refreshes the whole path in the LRU, so cold sessions survive warm ones."""
     linear, seq = linear_leaf(5, max_num_seqs=1), sequence(range(13))
     linear_step(linear, seq, 13)
-    linear.release(seq)  # 4 -> 2, 8 -> 3, 12 -> 4; free 1
+    linear.release(seq)  # 12 -> 2, 8 -> 3, 4 -> 4; free 1
     reader = sequence(range(10))
     linear.allocate_shared(reader)
     linear.unmount(linear.mount(reader, 4))
     linear.pool.allocate()
     evicted = [linear.pool.allocate() for _ in range(3)]
-    assert evicted == [3, 4, 2]
+    assert evicted == [3, 2, 4]
 
 
 def test_a_discarded_sequence_gives_everything_back_and_publishes_nothing():

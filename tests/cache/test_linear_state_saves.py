@@ -56,8 +56,8 @@ def test_a_step_that_ends_inside_a_stride_saves_nothing_there():
 def test_boundaries_inside_a_prefill_are_snapshots_and_its_end_is_a_deferred_save():
     linear, seq = linear_leaf(), sequence(range(17))
     op, snapshots = linear_step(linear, seq, 12)
-    assert (op, snapshots) == (LinearStateCacheOp(1), [(4, 2), (8, 3)])
-    assert checkpoints(linear, seq) == {4: 2, 8: 3}
+    assert (op, snapshots) == (LinearStateCacheOp(1), [(4, 3), (8, 2)])
+    assert checkpoints(linear, seq) == {4: 3, 8: 2}
     assert seq.pending_save.boundary == 12
     assert seq.snapshots == [] and linear.pool.num_evictable == 2
 
@@ -119,21 +119,21 @@ def test_saving_leaves_the_slots_of_sequences_that_are_not_running_yet():
     assert all(linear.allocate_for_sequence(other) for other in others)
 
 
-def test_with_one_slot_to_spare_one_state_is_saved():
+def test_with_one_slot_to_spare_the_deepest_state_is_saved():
     linear, seq = linear_leaf(5, max_num_seqs=3), sequence(range(13))
     _, snapshots = linear_step(linear, seq, 13)
-    assert snapshots == [(4, 2)]
+    assert snapshots == [(12, 2)]
     assert linear.saves_skipped == {"no_slot": 2}
 
 
 def test_saves_evict_the_least_recently_used_checkpoint_and_live_slots_never():
     linear = linear_leaf(5, max_num_seqs=1)
     first, second = sequence(range(100, 113)), sequence(range(9))
-    linear_step(linear, first, 13)  # 4 -> 2, 8 -> 3, 12 -> 4; live 1
+    linear_step(linear, first, 13)  # 12 -> 2, 8 -> 3, 4 -> 4; live 1
     linear.release(first)
     assert linear.allocate_for_sequence(second) and second.live_slot == 1
     _, snapshots = linear_step(linear, second, 9)
-    assert snapshots == [(4, 2), (8, 3)]
+    assert snapshots == [(4, 3), (8, 4)]
     assert linear.allocate_shared(first) == [12]
 
 
@@ -168,3 +168,25 @@ def test_leaving_publishes_a_pending_save_without_a_new_slot():
     linear.release(seq)
     assert checkpoints(linear, sequence(range(8))) == {4: 1}
     assert (linear.pool.num_evictable, linear.num_live, seq.live_slot) == (1, 0, None)
+
+
+def test_of_the_states_of_one_step_the_deepest_is_evicted_last():
+    """trap 28: the next turn resumes from the deepest one."""
+    linear, seq = linear_leaf(6, max_num_seqs=1), sequence(range(9))
+    linear_step(linear, seq, 9)  # 8 -> 2, 4 -> 3
+    linear.release(seq)
+    longer = sequence(range(17))
+    linear.allocate_shared(longer)
+    linear.set_source(longer, linear.mount(longer, 8))
+    longer.num_computed_tokens = 8
+    linear.allocate_for_sequence(longer)
+    linear.plan_snapshots(longer, 8, 17)
+    assert longer.snapshots == [(12, 1), (16, 5)]
+    longer.num_computed_tokens = 17
+    linear.commit(longer)
+    linear.release(longer)
+    linear.pool.allocate()
+    boundaries = []
+    while linear.pool.allocate():
+        boundaries.append(linear.allocate_shared(sequence(range(17))))
+    assert boundaries == [[8, 12, 16], [12, 16], [16], []]

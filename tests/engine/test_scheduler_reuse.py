@@ -13,7 +13,7 @@ PREFIX = list(range(200))
 
 
 def warm(**options) -> Driver:
-    """A driver that has served the prefix: states at 64, 128 and 192 in slots 2, 3 and 4."""
+    """A driver that has served the prefix: states at 64, 128 and 192 in slots 4, 3 and 2."""
     driver = Driver(**options)
     driver.add("first", PREFIX)
     driver.finish_all()
@@ -27,7 +27,7 @@ def test_a_hit_starts_at_the_boundary_and_reads_the_checkpoint():
     driver = warm()
     seq = driver.add("again", PREFIX)
     assert driver.step() == [("again", 192, 200)]
-    assert driver.last_batch.rows[0].op == LinearStateCacheOp(5, True, 4, 192)
+    assert driver.last_batch.rows[0].op == LinearStateCacheOp(5, True, 2, 192)
     assert (seq.num_cached_tokens, seq.restored_boundary, seq.miss_reason) == (192, 192, None)
     assert (driver.manager.num_queries, driver.manager.num_hits) == (2, 1)
     assert driver.manager.misses == {MissReason.NO_CHECKPOINT: 1}

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import torch_ops
+from kernels import elementwise, torch_ops
 from tests.kernels.packs import TOLERANCE, error, normal, same_bits
 
 VECTOR = 64  # at least twice the elements of the widest register
 FUNCTIONS = {
-    "sigmoid": torch_ops._sigmoid,
-    "silu": torch_ops._silu,
-    "softplus": torch_ops._softplus,
+    "sigmoid": elementwise.sigmoid,
+    "silu": elementwise.silu,
+    "softplus": elementwise.softplus,
 }
 EVERY_FUNCTION = pytest.mark.parametrize("name", FUNCTIONS)
 
