@@ -168,6 +168,12 @@ class CompositeBlockManager:
             self.linear.discard(seq)
         self._rewind(seq)
 
+    def forget(self, seq: CachedSequence) -> None:
+        """Take what is published of this prompt out of both indexes: it is not to be trusted."""
+        self.kv.forget(seq)
+        if self.linear is not None:
+            self.linear.forget(seq)
+
     def _rewind(self, seq: CachedSequence) -> None:
         self.kv.release(seq)
         seq.num_computed_tokens = 0

@@ -69,6 +69,14 @@ class KVBlockManager:
                 self._index.insert(key, id_, None)
         seq.num_published_blocks = max(seq.num_published_blocks, computed)
 
+    def forget(self, seq: CachedSequence) -> None:
+        """Unpublish every block under a key of this prompt."""
+        for key in seq.block_hashes:
+            found = self._index.find(key)
+            if found is not None:
+                self._index.forget(found[0])
+                self.pool.unpublish(found[0])
+
     def release(self, seq: CachedSequence) -> None:
         """Give back everything: later blocks become least recently used before earlier ones."""
         self.truncate(seq, 0)

@@ -190,6 +190,13 @@ class LinearStateBlockManager:
             seq.live_slot = None
             self.num_live -= 1
 
+    def forget(self, seq: CachedSequence) -> None:
+        """Unpublish every checkpoint under a key of this prompt."""
+        for key in seq.linear_state_hashes:
+            checkpoint = self.cache.find(key)
+            if checkpoint is not None:
+                self.quarantine(checkpoint.slot_id)
+
     def quarantine(self, slot: int) -> None:
         """Forget a checkpoint that could not be restored; later requests will not find it."""
         if slot != NO_SLOT and 0 < slot < self.pool.num_ids and self.pool.is_published(slot):

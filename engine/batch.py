@@ -7,7 +7,6 @@ import torch
 from cache.ops import LinearStateCacheOp
 from engine.sequence import Sequence
 from kernels import KERNEL_CHUNK
-from kernels.linear import ROW_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,14 @@ class StateSlots:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Packed rows: the prefill tokens of all sequences, then one row a decoding one, then padding.
+    """Packed rows: the prefill tokens of all sequences, then one row a decoding one.
 
-    R rows in all, a multiple of ROW_MULTIPLE; the first P belong to Np prefills, the next N decode.
+    R rows in all: the first P belong to Np prefills, the other N decode.
     """
 
     token_ids: torch.Tensor  # [R] int64
     positions: torch.Tensor  # [R] int64
-    kv_indices: torch.Tensor  # [R] int64, flat K/V rows; padding goes to block 0
+    kv_indices: torch.Tensor  # [R] int64, flat K/V rows
     logit_rows: torch.Tensor  # [num_logits] int64
     cu_seqlens: torch.Tensor  # [Np + 1] int64
     start_positions: list[int]  # Np
@@ -111,11 +110,10 @@ def build_inputs(
             logit_rows[rank[i]] = len(token_ids) - 1
         if row.is_prefill:
             cu_seqlens.append(len(token_ids))
-    padding = [0] * (-len(token_ids) % ROW_MULTIPLE)
     return ModelInputs(
-        token_ids=torch.tensor(token_ids + padding),
-        positions=torch.tensor(positions + padding),
-        kv_indices=torch.tensor(kv_indices + padding),
+        token_ids=torch.tensor(token_ids),
+        positions=torch.tensor(positions),
+        kv_indices=torch.tensor(kv_indices),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         cu_seqlens=torch.tensor(cu_seqlens),
         start_positions=[rows[i].start for i in prefills],

@@ -1,10 +1,10 @@
 """The front door: a model, its cache, and a loop that steps."""
 
-import logging
 import time
 import uuid
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -13,19 +13,18 @@ from cache.composite_block_manager import CompositeBlockManager
 from cache.hashing import HashDomain, Namespace
 from cache.kv_block_manager import KVBlockManager
 from cache.linear_state_block_manager import LinearStateBlockManager
+from engine.batch import Batch
 from engine.config import EngineConfig, pool_sizes
 from engine.model import Qwen35Model
 from engine.model_config import ModelConfig
 from engine.output import EngineStats, RequestOutput
-from engine.sampler import sample
+from engine.sampler import Choice, sample
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.tokenizer import Detokenizer, Tokenizer
 from engine.weights import read_weights
 from engine.worker import Model, Worker
-
-logger = logging.getLogger(__name__)
 
 Prompt = str | Seq[int]
 
@@ -38,6 +37,10 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **config: object) -> None:
+        known = [field.name for field in fields(EngineConfig)]
+        unknown = sorted(set(config) - set(known))
+        if unknown:
+            raise ValueError(f"unknown settings {unknown}; known are {known}")
         engine_config = EngineConfig(**config)  # type: ignore[arg-type]
         model_config = ModelConfig.from_directory(model)
         dtype = getattr(torch, engine_config.dtype or model_config.weights_dtype or "float32")
@@ -100,30 +103,33 @@ class LLM:
             return []
         try:
             result = self.worker.execute(batch)
+            rows = [row for row in result.rows if row.needs_logits]
+            choices = [sample(r.seq, x) for r, x in zip(rows, result.logits, strict=True)]
         except BaseException:
             self.scheduler.rollback(batch)
-            self._drop_finished([row.seq for row in batch.rows])
+            self._drop_finished(batch)
             raise
-        self.scheduler.commit(batch, result.cold)
-        advanced = [row.seq for row in result.rows if row.needs_logits]
-        for seq, logits in zip(advanced, result.logits, strict=True):
-            if seq.abort_requested:
-                continue
-            if logits.isnan().any():
-                logger.error("request %s: the model returned NaN logits", seq.request_id)
-                self.scheduler.finish(seq, "error")
-            else:
-                self._append(seq, sample(seq, logits))
-        aborted = [row.seq for row in batch.rows if row.seq.abort_requested]
-        outputs = [RequestOutput.of(s) for s in dict.fromkeys([*advanced, *aborted])]
-        self._drop_finished([row.seq for row in batch.rows])
+        broken = [row for row, choice in zip(rows, choices, strict=True) if choice is None]
+        self.scheduler.commit(batch, cold=result.cold, broken=broken)
+        for row, choice in zip(rows, choices, strict=True):
+            if choice is not None and not row.seq.abort_requested:
+                self._append(row.seq, choice)
+        ended = [row.seq for row in batch.rows if row.seq.finish_reason is not None]
+        told = dict.fromkeys([*(row.seq for row in rows), *ended])
+        outputs = [RequestOutput.of(seq) for seq in told]
+        self._drop_finished(batch)
         return outputs
 
-    def _append(self, seq: Sequence, token_id: int) -> None:
+    def _append(self, seq: Sequence, choice: Choice) -> None:
         """Add a new token and end the request if that is what it means."""
         if seq.first_token_time is None:
             seq.first_token_time = time.perf_counter()
+        token_id = choice.token_id
         seq.append_token(token_id)
+        if choice.logprobs is not None:
+            seq.logprobs.append(choice.logprobs)
+        if choice.logits is not None:
+            seq.logits.append(choice.logits)
         stops = seq.sampling.stops_at(token_id, self.model_config.eos_token_ids)
         full = seq.num_generated >= seq.sampling.max_tokens or seq.num_tokens >= self.max_model_len
         if self._extend_text(seq, token_id, last=stops or full) or stops:
@@ -149,11 +155,14 @@ class LLM:
             seq.text = seq.text[: min(found)]
         return bool(found)
 
-    def _drop_finished(self, sequences: Iterable[Sequence]) -> None:
-        for seq in sequences:
-            if seq.finish_reason is not None:
-                self._requests.pop(seq.request_id, None)
-                self._detokenizers.pop(seq.request_id, None)
+    def _drop_finished(self, batch: Batch) -> None:
+        for row in batch.rows:
+            if row.seq.finish_reason is not None:
+                self._drop(row.seq)
+
+    def _drop(self, seq: Sequence) -> None:
+        self._requests.pop(seq.request_id, None)
+        self._detokenizers.pop(seq.request_id, None)
 
     # ---- requests
 
@@ -183,7 +192,7 @@ class LLM:
         seq = Sequence(request_id, token_ids, sampling, namespace=namespace)
         self._requests[request_id] = seq
         if self.tokenizer is not None:
-            self._detokenizers[request_id] = Detokenizer(self.tokenizer)
+            self._detokenizers[request_id] = self.tokenizer.detokenizer(skip_special_tokens=True)
         self.scheduler.add(seq)
         return request_id
 
@@ -231,7 +240,8 @@ class LLM:
         if seq is None:
             return None
         self.scheduler.abort(seq)
-        self._drop_finished([seq])
+        if seq.finish_reason is not None:
+            self._drop(seq)
         return RequestOutput.of(seq)
 
     def has_unfinished(self) -> bool:

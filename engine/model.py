@@ -11,7 +11,7 @@ from engine.batch import ModelInputs, StateSlots
 from engine.model_config import ModelConfig
 from engine.weights import expected_tensors
 from kernels import ops_for
-from kernels.linear import ROW_MULTIPLE, PackedLinear
+from kernels.linear import PackedLinear
 
 Tensors = dict[str, torch.Tensor]
 
@@ -40,12 +40,11 @@ class GatedDeltaNet:
         )
         g, beta = self.ops.delta_gates(a, b, self.A_log, self.dt_bias)
         P, N = inputs.num_prefill_tokens, inputs.num_decodes
-        mixed = torch.zeros(x.shape[0], heads, c.linear_value_head_dim)
+        mixed = torch.empty(x.shape[0], heads, c.linear_value_head_dim)
         if P:
             mixed[:P] = self._prefill(qkv[:P], g[:P], beta[:P], inputs, pool)
         if N:
-            rows = slice(P, P + N)
-            mixed[rows] = self._step(qkv[rows], g[rows], beta[rows], inputs.decode_slots, pool)
+            mixed[P:] = self._step(qkv[P:], g[P:], beta[P:], inputs.decode_slots, pool)
         z = z.unflatten(-1, (heads, -1))
         normed = self.ops.gated_rms_norm(mixed, z, self.norm, eps=c.rms_norm_eps)
         return self.out_proj(normed.flatten(1))
@@ -119,7 +118,7 @@ class GatedAttention:
         k_cache, v_cache = kv_cache[self.index]
         ops.write_kv(k, v.unflatten(-1, (kv, D)), k_cache, v_cache, inputs.kv_indices)
         P, N = inputs.num_prefill_tokens, inputs.num_decodes
-        mixed = torch.zeros(x.shape[0], heads, D, dtype=x.dtype)
+        mixed = torch.empty(x.shape[0], heads, D, dtype=x.dtype)
         if P:
             mixed[:P] = ops.attention_prefill(
                 q[:P],
@@ -131,9 +130,9 @@ class GatedAttention:
                 block_tables=inputs.prefill_block_tables,
             )
         if N:
-            mixed[P : P + N] = ops.attention_decode(
-                q[P : P + N],
-                gate[P : P + N],
+            mixed[P:] = ops.attention_decode(
+                q[P:],
+                gate[P:],
                 k_cache,
                 v_cache,
                 kv_lens=inputs.kv_lens,
@@ -270,11 +269,10 @@ class Qwen35Model:
         rotations = self._cos[inputs.positions], self._sin[inputs.positions]
         for layer in self.layers:
             x = layer(x, inputs, pool, kv_cache, rotations)
-        num_logits = len(inputs.logit_rows)
-        rows = x.new_zeros(-(-max(1, num_logits) // ROW_MULTIPLE) * ROW_MULTIPLE, x.shape[1])
-        rows[:num_logits] = x[inputs.logit_rows]
-        rows = self.ops.rms_norm(rows, self.norm, eps=self.config.rms_norm_eps)
-        return self.head(rows)[:num_logits].float()
+        if not len(inputs.logit_rows):
+            return torch.empty(0, self.config.vocab_size)
+        rows = x[inputs.logit_rows]
+        return self.head(self.ops.rms_norm(rows, self.norm, eps=self.config.rms_norm_eps)).float()
 
 
 def _rotations(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,33 +1,43 @@
 """Chooses the next token of one request from its logits row.
 
-One row at a time: the values of a row then do not depend on what else is in the batch.
+One row at a time, and pure: the choice depends on the row, the request's settings and its seed and
+length, never on the batch, on what was drawn before, or on how often a step was tried.
 """
 
-import secrets
+from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from engine.sequence import Sequence
 
 
-def sample(seq: Sequence, logits: torch.Tensor) -> int:
-    """Next token for logits [vocab] float32. Draws from the request's own generator, and records
-    log-probabilities and logits where the request asked for them."""
+@dataclass(frozen=True)
+class Choice:
+    """A new token, and what the request asked to be told with it."""
+
+    token_id: int
+    logprobs: dict[int, float] | None
+    logits: torch.Tensor | None
+
+
+def sample(seq: Sequence, logits: torch.Tensor) -> Choice | None:
+    """The next token for logits [vocab] float32; None if they hold NaN."""
+    if logits.isnan().any():
+        return None
     params = seq.sampling
-    if params.return_logits:
-        seq.logits.append(logits.clone())
     token_id = int(logits.argmax()) if params.temperature == 0.0 else _draw(seq, logits)
+    logprobs = None
     if params.logprobs is not None:
-        seq.logprobs.append(_top_logprobs(logits, token_id, params.logprobs))
-    return token_id
+        logprobs = _top_logprobs(logits, token_id, params.logprobs)
+    return Choice(token_id, logprobs, logits.clone() if params.return_logits else None)
 
 
 def _draw(seq: Sequence, logits: torch.Tensor) -> int:
     params = seq.sampling
-    if seq.generator is None:
-        seed = params.seed if params.seed is not None else secrets.randbits(62)
-        seq.generator = torch.Generator().manual_seed(seed)
-    scaled = (logits.double() / params.temperature).float()
+    key = seq.seed.to_bytes(8, "little") + seq.num_generated.to_bytes(8, "little")
+    generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key) >> 1)
+    scaled = ((logits - logits.max()).double() / params.temperature).float()
     if params.top_k and params.top_k < len(scaled):
         kept = scaled.topk(params.top_k).indices
         scaled = torch.full_like(scaled, -torch.inf).scatter_(0, kept, scaled[kept])
@@ -36,8 +46,8 @@ def _draw(seq: Sequence, logits: torch.Tensor) -> int:
         probs, order = probs.sort(descending=True, stable=True)
         mass_before = probs.cumsum(-1) - probs
         probs[mass_before >= params.top_p] = 0.0  # the likeliest token always stays
-        return int(order[torch.multinomial(probs, 1, generator=seq.generator)])
-    return int(torch.multinomial(probs, 1, generator=seq.generator))
+        return int(order[torch.multinomial(probs, 1, generator=generator)])
+    return int(torch.multinomial(probs, 1, generator=generator))
 
 
 def _top_logprobs(logits: torch.Tensor, token_id: int, count: int) -> dict[int, float]:

@@ -30,11 +30,13 @@ class SamplingParams:
     _stop_tokens: frozenset[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "_stop_tokens", frozenset(self.stop_token_ids))
+        for name in ("temperature", "top_p"):
+            number = type(getattr(self, name)) in (int, float)
+            self._require(number, name, "must be a number")
         self._require(0.0 <= self.temperature < float("inf"), "temperature", "must be >= 0")
         self._require(_is_int(self.top_k) and self.top_k >= 0, "top_k", "must be >= 0 (0: all)")
         self._require(0.0 < self.top_p <= 1.0, "top_p", "must be in (0, 1]")
@@ -44,7 +46,8 @@ class SamplingParams:
             _is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "must be >= 1"
         )
         self._require(all(isinstance(s, str) and s for s in self.stop), "stop", "no empty strings")
-        self._require(all(map(_is_int, self.stop_token_ids)), "stop_token_ids", "must be token ids")
+        ids = all(_is_int(i) and i >= 0 for i in self.stop_token_ids)
+        self._require(ids, "stop_token_ids", "must be token ids")
         enough = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20)
         self._require(enough, "logprobs", "must be None or in [0, 20]")
 

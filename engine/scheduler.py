@@ -1,11 +1,15 @@
 """Decides what the next step computes. Policy only: ids come from the composite manager."""
 
+import logging
 from bisect import insort
+from collections.abc import Collection
 
 from cache.composite_block_manager import CompositeBlockManager, Match, MissReason
 from engine.batch import Batch, ScheduledRow
 from engine.config import EngineConfig
 from engine.sequence import Sequence, Status
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -92,7 +96,9 @@ class Scheduler:
             budget -= end - match.boundary
 
     def _match(self, seq: Sequence) -> Match:
-        return self.manager.match(seq) if seq.reuse_allowed else _stay(seq)
+        if not seq.reuse_allowed:
+            return Match(seq.num_computed_tokens, 0, MissReason.RESTORE_FAILED)
+        return self.manager.match(seq)
 
     def _prefill_end(self, seq: Sequence, start: int, budget: int) -> int:
         if seq.num_prompt_tokens - start <= budget:
@@ -143,10 +149,17 @@ class Scheduler:
 
     # ---- after the step
 
-    def commit(self, batch: Batch, cold: list[ScheduledRow]) -> None:
+    def commit(
+        self,
+        batch: Batch,
+        *,
+        cold: Collection[ScheduledRow] = (),
+        broken: Collection[ScheduledRow] = (),
+    ) -> None:
         """The batch was issued, except for the `cold` rows, whose restore failed.
 
-        Publishes what the step wrote. Cold rows start again from token 0 and reuse nothing.
+        Publishes what the step wrote. Cold rows start again from token 0 and reuse nothing. The
+        `broken` rows gave NaN: they end with "error", and their prefix is taken out of the index.
         """
         assert batch is self.in_flight
         self.in_flight = None
@@ -154,6 +167,12 @@ class Scheduler:
             seq = row.seq
             if row in cold:
                 self._restart_cold(row)
+            elif row in broken:
+                logger.error("request %s: the model returned NaN logits", seq.request_id)
+                self.manager.forget(seq)
+                self.manager.discard(seq)
+                self.finish(seq, "error")
+                continue
             else:
                 self.manager.commit(seq, row.end)
                 if not seq.in_prefill and not seq.was_counted:
@@ -169,6 +188,7 @@ class Scheduler:
         self.in_flight = None
         for row in batch.rows:
             self.manager.discard(row.seq)
+            self._forget_reuse(row.seq)
             self._requeue(row.seq)
             if row.seq.abort_requested:
                 self.finish(row.seq, "abort")
@@ -201,10 +221,15 @@ class Scheduler:
         self.manager.linear.quarantine(row.op.restore_src_slot_id)
         self.manager.discard(row.seq)
         row.seq.reuse_allowed = False
-        row.seq.num_cached_tokens = row.seq.restored_boundary = 0
-        row.seq.miss_reason = MissReason.RESTORE_FAILED
         self.num_cold_starts += 1
+        self._forget_reuse(row.seq)
         self._requeue(row.seq)
+
+    def _forget_reuse(self, seq: Sequence) -> None:
+        """Its work is lost: unless it was counted already, it is a new query."""
+        if not seq.was_counted:
+            seq.num_cached_tokens = seq.restored_boundary = 0
+            seq.was_scheduled = False
 
     def _requeue(self, seq: Sequence) -> None:
         self.running.remove(seq)

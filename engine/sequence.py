@@ -1,5 +1,6 @@
 """One request inside the engine: what the cache knows of it, how it samples, how it ended."""
 
+import secrets
 import time
 from collections.abc import Iterable
 from enum import Enum
@@ -51,7 +52,7 @@ class Sequence(CachedSequence):
         self.restored_boundary = 0
         self.miss_reason: MissReason | None = None
         self.num_preemptions = 0
-        self.generator: torch.Generator | None = None
+        self.seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         self.logprobs: list[dict[int, float]] = []
         self.logits: list[torch.Tensor] = []
         self.text = ""

@@ -1,7 +1,7 @@
 """How far is the engine from transformers, from a bare prefill, and from a plain copy, on this CPU?
 
-One run, one set of weights (the 0.8B shape with a small vocabulary, random, bfloat16), every figure a
-ratio of medians of alternating measurements. `python -m experiments.bench_cpu [--json FILE]`.
+One run, one set of weights (the 0.8B shape with a small vocabulary, random, bfloat16), every figure
+a ratio of medians of alternating measurements. `python -m experiments.bench_cpu [--json FILE]`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from engine.batch import ScheduledRow, build_inputs
 from engine.model import Qwen35Model
 from engine.sequence import Sequence
 from experiments.make_model import make_model
-from experiments.results_io import write_results
+from experiments.results_io import write_json
 
 PREFIX, SUFFIX = 4096, 128
 ROOT = Path(__file__).resolve().parent
@@ -80,9 +80,7 @@ class Bench:
         times = alternate(
             {
                 "caching_off": self.ttft(self.off, prompt),
-                "caching_on": lambda: self.on.generate(
-                    [self.tokens(PREFIX + SUFFIX)], GREEDY
-                ),
+                "caching_on": lambda: self.on.generate([self.tokens(PREFIX + SUFFIX)], GREEDY),
                 "transformers": lambda: self.hf_forward(prompt),
             },
             self.repeats,
@@ -105,9 +103,7 @@ class Bench:
         suffix = self.tokens(SUFFIX)
         times = alternate(
             {
-                "shared_prefix": lambda: self.on.generate(
-                    [prefix + self.tokens(SUFFIX)], GREEDY
-                ),
+                "shared_prefix": lambda: self.on.generate([prefix + self.tokens(SUFFIX)], GREEDY),
                 "bare_128": lambda: bare.prefill(PREFIX, PREFIX + 128),
                 "identical": self.ttft(self.on, again),
                 "bare_64": lambda: bare.prefill(PREFIX + 64, PREFIX + 128),
@@ -118,8 +114,7 @@ class Bench:
         return {f"{name}_ms": 1e3 * t for name, t in times.items()} | {
             "shared_prefix_over_bare_128": times["shared_prefix"] / times["bare_128"],
             "identical_over_bare_64": times["identical"] / times["bare_64"],
-            "speedup_over_transformers_copy": times["transformers_copy"]
-            / times["shared_prefix"],
+            "speedup_over_transformers_copy": times["transformers_copy"] / times["shared_prefix"],
         }
 
     def decode(self) -> dict[str, float]:
@@ -229,9 +224,7 @@ def host_work(num_tokens: int = 32_768, stride: int = 64) -> dict[str, float]:
     linear = LinearStateBlockManager(
         256, HashDomain("linear", stride), checkpoint_every=512, max_num_seqs=16
     )
-    manager = CompositeBlockManager(
-        kv, linear, chunk_stride=stride, enable_prefix_caching=True
-    )
+    manager = CompositeBlockManager(kv, linear, chunk_stride=stride, enable_prefix_caching=True)
     seq = CachedSequence(random.Random(0).randrange(8192) for _ in range(num_tokens))
 
     def advance() -> None:
@@ -281,12 +274,12 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in results[part.__name__].items():
             table.add_row(name, f"{value:.3g}")
         console.print(table)
-    write_results(args.json, {"repeats": args.repeats, "threads": args.threads, **results})
+    write_json(args.json, {"repeats": args.repeats, "threads": args.threads, **results})
     cold, warm = results["cold_prefill"], results["warm"]
     console.print(
-        f"Cold prefill runs at {cold['speedup_over_transformers']:.2f} times transformers; a request "
-        f"that shares 4,096 tokens costs {warm['shared_prefix_over_bare_128']:.2f} bare prefills of "
-        "its 128 new ones."
+        f"Cold prefill runs at {cold['speedup_over_transformers']:.2f} times transformers; "
+        f"a request that shares 4,096 tokens costs {warm['shared_prefix_over_bare_128']:.2f} "
+        "bare prefills of its 128 new ones."
     )
     return 0
 

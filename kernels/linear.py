@@ -4,14 +4,14 @@
 this torch build has it. Measured with torch 2.13 on a 2-core AMD EPYC (Zen 5): rows are bit-equal
 for every row count in bfloat16, and in float32 for every row count but 1 (a lone row takes a gemv).
 The MKL path behind `torch.nn.functional.linear` gives other float32 bits below 12 rows off the
-multiples of 4, at 0.4 of the speed. Hence `ROW_MULTIPLE`: callers pad packed rows to it, and both
-paths are invariant.
+multiples of 4, at 0.4 of the speed. So float32 rows are padded to a multiple of `_ROW_MULTIPLE`,
+where both paths are invariant.
 """
 
 import torch
 from torch.nn import functional
 
-ROW_MULTIPLE = 8
+_ROW_MULTIPLE = 8
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
@@ -28,7 +28,7 @@ class PackedLinear:
     """A weight [out_features, in_features] in the layout the machine multiplies fastest.
 
     Owns a packed copy; the caller may drop the original. Call with x [rows, in_features] of the
-    weight's dtype, rows a multiple of `ROW_MULTIPLE`; returns [rows, out_features].
+    weight's dtype; returns [rows, out_features].
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -41,12 +41,14 @@ class PackedLinear:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert x.shape[0] % ROW_MULTIPLE == 0, (
-            f"{x.shape[0]} rows, not a multiple of {ROW_MULTIPLE}"
-        )
+        rows = x.shape[0]
+        if x.dtype == torch.float32:
+            x = functional.pad(x, (0, 0, 0, -rows % _ROW_MULTIPLE))
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
-        return functional.linear(x, self._weight)
+            y = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+        else:
+            y = functional.linear(x, self._weight)
+        return y[:rows]
 
 
 def matmul_nt(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

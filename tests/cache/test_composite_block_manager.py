@@ -218,19 +218,21 @@ def test_a_hit_without_a_slot_to_run_on_beside_it_is_a_miss():
     manager.check([other, seq])
 
 
-def test_a_source_mounted_for_one_boundary_is_dropped_when_another_is_matched():
+def test_after_a_skipped_save_the_next_source_is_that_of_its_own_boundary():
     """trap 3: a mounted source survives a re-match for another boundary because the save was
     skipped."""
     manager = composite(num_slots=4, max_num_seqs=1)
-    seq = sequence(range(13))
+    seq, pool = sequence(range(13)), manager.linear.pool
     run(manager, seq, 4)
-    run(manager, seq, 8)
-    taken = manager.linear.pool.allocate()  # no slot is left: the save at 8 is skipped
+    run(manager, seq, 8)  # publishes 4 in slot 1, rotates to slot 2
+    held = [pool.allocate(), pool.allocate()]  # all that is left, the checkpoint included
     row = schedule(manager, seq, 12)
-    assert manager.linear.saves_skipped["no_slot"] >= 1 or row.op.boundary == 8
+    assert row.op == LinearStateCacheOp(2) and seq.state_source is None
+    assert manager.linear.saves_skipped == {"no_slot": 1}
     manager.commit(seq, 12)
-    assert seq.state_source is None
-    manager.linear.pool.release(taken)
+    for slot in held:
+        pool.release(slot)
+    assert schedule(manager, seq, 13).op == LinearStateCacheOp(3, True, 2, 12)
     manager.check([seq])
 
 
@@ -241,8 +243,7 @@ def test_the_source_of_a_rotation_gives_way_to_the_one_that_is_matched():
     run(manager, slow, 4)  # a save at 4 is pending
     run(manager, fast, 12)
     manager.release(fast)
-    for slot in [checkpoints(manager.linear, slow)[4]]:
-        manager.linear.quarantine(slot)
+    manager.linear.quarantine(checkpoints(manager.linear, slow)[4])
     row = schedule(manager, slow, 14)  # rotates out of its own slot, then mounts 12
     assert (row.start, row.op.boundary) == (12, 12)
     assert slow.state_source == StateSource(row.op.restore_src_slot_id, 12)

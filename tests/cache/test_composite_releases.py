@@ -62,3 +62,25 @@ def test_check_sees_a_leak(damage):
         seq.pending_save, seq.live_slot = object(), None
     with pytest.raises(AssertionError):
         manager.check([seq, other])
+
+
+@pytest.mark.parametrize("leave", ["release", "discard"])
+def test_a_fork_that_was_seen_is_forgotten_when_the_sequence_starts_again(leave):
+    manager = composite(every=16)
+    manager.release(prefilled(manager, [*range(9), *range(100, 109)]))
+    seq = sequence([*range(9), *range(200, 209)])
+    assert schedule(manager, seq, 18) and seq.branch_boundary == 8
+    getattr(manager, leave)(seq)
+    assert seq.branch_boundary == 0
+
+
+def test_a_forgotten_prefix_is_not_matched_by_any_part_of_it():
+    manager = composite()
+    manager.release(prefilled(manager, range(13)))
+    other = prefilled(manager, range(50, 63))
+    seq = sequence(range(13))
+    assert manager.match(seq) == Match(12, 12, None)
+    manager.forget(seq)
+    manager.check([other])
+    assert manager.linear.allocate_shared(seq) == [] and manager.match(seq).kv_reach == 0
+    assert manager.match(sequence(range(50, 63))).boundary == 12

@@ -139,6 +139,13 @@ def test_an_image_enters_exactly_the_chunks_from_its_first_one_on(start, length,
     assert [i for i in range(4) if keys[i] != plain[i]] == changed
 
 
+def test_an_image_that_reaches_into_the_next_chunk_is_another_prefix_from_there_on():
+    """trap 40: an image that spans two chunks."""
+    short, long = (chain(LINEAR, [0] * 12, items=[MultimodalItem(b"cat", 2, n)]) for n in (2, 4))
+    assert short[0] == long[0]
+    assert short[1] != long[1] and short[2] != long[2]
+
+
 def test_an_image_that_ends_with_a_chunk_does_not_enter_the_next_one_by_itself():
     """The next key differs through its parent only: after an equal parent it is equal."""
     tokens = array("I", [0] * 8)

@@ -34,7 +34,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, return_logits=True, ma
 
 
 def directory(kind="float32"):
-    """The model directory of a kind: one tiny model, drawn once a session."""
+    """The model directory of a kind: one tiny model, drawn once a process."""
     return _directory(kind)
 
 

@@ -74,7 +74,7 @@ class Driver:
         failed = [row for row in batch.rows if row.seq.request_id in cold]
         ran = [row for row in batch.rows if row not in failed]
         self.ledger.forward(ran)
-        self.scheduler.commit(batch, failed)
+        self.scheduler.commit(batch, cold=failed)
         for row in ran:
             self._append(row)
         self.scheduler.check()

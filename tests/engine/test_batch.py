@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.ops import LinearStateCacheOp
-from engine.batch import Batch, ScheduledRow, build_inputs
+from engine.batch import ScheduledRow, build_inputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
@@ -34,18 +34,17 @@ def mixed():
     return build_inputs(MIXED, [8, 9, 6, -1], block_size=4)
 
 
-def test_prefills_come_first_then_decodes_then_padding():
+def test_prefills_come_first_then_decodes():
     inputs = mixed()
-    assert inputs.token_ids.tolist() == [14, 15, 16, 20, 21, 35, 43, 0]
-    assert inputs.positions.tolist() == [4, 5, 6, 0, 1, 5, 3, 0]
+    assert inputs.token_ids.tolist() == [14, 15, 16, 20, 21, 35, 43]
+    assert inputs.positions.tolist() == [4, 5, 6, 0, 1, 5, 3]
     assert inputs.cu_seqlens.tolist() == [0, 3, 5]
     assert inputs.start_positions == [4, 0]
     assert (inputs.num_prefill_tokens, inputs.num_decodes) == (5, 2)
 
 
-def test_each_token_has_the_flat_kv_row_of_its_block_and_padding_goes_to_block_0():
-    """trap 18: padding rows read or write a real slot."""
-    assert mixed().kv_indices.tolist() == [8, 9, 10, 12, 13, 25, 39, 0]
+def test_each_token_has_the_flat_kv_row_of_its_block():
+    assert mixed().kv_indices.tolist() == [8, 9, 10, 12, 13, 25, 39]
 
 
 def test_logits_are_in_the_order_of_the_rows_and_not_of_the_layout():
@@ -123,25 +122,14 @@ def test_a_step_of_decodes_only_has_no_prefill_part():
     assert inputs.cu_seqlens.tolist() == [0]
     assert inputs.num_prefill_tokens == 0 and inputs.start_positions == []
     assert inputs.snapshot_slots.tolist() == [] and inputs.logit_rows.tolist() == [0]
-    assert inputs.token_ids.tolist() == [35, 0, 0, 0, 0, 0, 0, 0]
+    assert inputs.token_ids.tolist() == [35]
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6))
-def test_rows_are_padded_to_a_multiple_of_8_with_zeros(lengths):
-    """trap 34: output depends on what else is in the batch."""
+def test_rows_are_packed_without_gaps_as_int64(lengths):
     rows = [row(request([7] * n, blocks=[1] * 5), 0, n) for n in lengths]
     inputs = build_inputs(rows, [-1] * len(rows), block_size=4)
-    used = sum(lengths)
-    padded = -(-used // 8) * 8
     for packed in (inputs.token_ids, inputs.positions, inputs.kv_indices):
-        assert packed.shape == (padded,) and packed.dtype == torch.int64
-        assert not packed[used:].any()
+        assert packed.shape == (sum(lengths),) and packed.dtype == torch.int64
     assert inputs.cu_seqlens.dtype == inputs.logit_rows.dtype == torch.int64
     assert inputs.prefill_slots.read.dtype == inputs.snapshot_slots.dtype == torch.int64
-
-
-def test_a_batch_counts_its_tokens_and_its_sequences():
-    batch = Batch(list(MIXED))
-    assert batch.num_tokens == 1 + 3 + 1 + 2
-    assert batch.sequences == {each.seq for each in MIXED}
-    assert Batch().num_tokens == 0

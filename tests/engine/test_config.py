@@ -189,6 +189,12 @@ def test_a_model_length_below_a_stride_is_no_lack_of_memory(max_model_len):
     assert blocks >= -(-max_model_len // 16) + 1
 
 
+def test_with_prefix_caching_off_memory_that_is_left_over_becomes_no_slots():
+    config = EngineConfig(max_num_seqs=2, enable_prefix_caching=False)
+    sizes = pool_sizes(config, slot_bytes=1000, kv_bytes_per_token=10, max_model_len=1000)
+    assert sizes == (3, 33)
+
+
 def test_a_budget_without_room_for_a_stride_is_refused_with_what_to_change():
     config = EngineConfig(max_num_seqs=4, memory_budget_bytes=5000 + 640 + 639)
     words = "memory_budget_bytes=6279.*5 slots of 1000 bytes.*max_num_seqs=4"

@@ -107,7 +107,10 @@ def crowd(restore, kind="float32", num_blocks=20, **options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_preempted_request_goes_on_with_the_bits_it_had(kind, restore):
     llm, outputs = crowd(restore, kind)
-    assert llm.stats().preemptions > 0
+    stats = llm.stats()
+    assert stats.preemptions > 0
+    hits = [output.num_cached_tokens for output in outputs if output.num_cached_tokens]
+    assert (len(hits), sum(hits)) == (stats.hits, stats.tokens_reused), "own work is no hit"
     for output in outputs:
         assert len(output.token_ids) == 40
         assert_cold_bits(kind, output)
@@ -131,6 +134,8 @@ def test_a_request_preempted_in_the_middle_of_its_prefill_goes_on_with_the_same_
     monkeypatch.setattr(llm.scheduler, "_preempt", record)
     outputs = drive(llm, [Arrival(tokens(3, 220), 80), Arrival(tokens(4, 250), 2, step=5)])
     assert preempted == [("1", 192)]
+    assert outputs[1].miss_reason == ("no_checkpoint" if enabled else "disabled")
+    assert outputs[1].num_cached_tokens == llm.stats().hits == 0, "its own work is no hit"
     for output in outputs:
         assert_cold_bits("float32", output)
 

@@ -85,10 +85,10 @@ def check_traffic(kind, requests, config):
         assert_cold_bits(kind, output, request.sampling)
         if output.finish_reason != "abort":
             assert len(output.token_ids) == request.max_tokens
-        assert output.boundary <= output.num_cached_tokens < len(request.prompt)
-        assert (output.miss_reason is None) == (output.num_cached_tokens > 0) or (
-            output.finish_reason == "abort"
-        )
+        assert output.num_cached_tokens <= output.boundary < len(request.prompt)
+        assert (output.num_cached_tokens > 0) == (output.boundary > 0)
+        if output.finish_reason != "abort":
+            assert (output.miss_reason is None) == (output.num_cached_tokens > 0)
     assert sum(output.finish_reason != "abort" for output in outputs) <= stats.queries
     assert stats.queries <= len(requests)
     assert stats.cold_starts == 0

@@ -20,10 +20,17 @@ def sequence(**params):
     return Sequence("r", [1], SamplingParams(**params))
 
 
+def token(seq, logits=LOGITS):
+    return sample(seq, logits).token_id
+
+
 def frequencies(**params):
-    """Share of each token in many draws."""
+    """Share of each token in many draws, each at a length of its own."""
     seq = sequence(seed=1, **params)
-    counts = Counter(sample(seq, LOGITS) for _ in range(DRAWS))
+    counts = Counter()
+    for _ in range(DRAWS):
+        counts[token(seq)] += 1
+        seq.append_token(0)
     return torch.tensor([counts[i] / DRAWS for i in range(len(PROBS))])
 
 
@@ -41,7 +48,7 @@ def generate(prompt, **params):
 
 
 def test_temperature_zero_takes_the_likeliest_token():
-    assert {sample(sequence(temperature=0.0, seed=seed), LOGITS) for seed in range(20)} == {1}
+    assert {token(sequence(temperature=0.0, seed=seed)) for seed in range(20)} == {1}
 
 
 def test_draws_follow_the_probabilities():
@@ -56,7 +63,7 @@ def test_temperature_sharpens_or_flattens_the_probabilities(temperature):
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-40, 5e-324])
 def test_a_temperature_near_zero_takes_the_likeliest_token(temperature):
-    assert sample(sequence(temperature=temperature), torch.tensor([1.0, 9.0, 3.0])) == 1
+    assert token(sequence(temperature=temperature), torch.tensor([1.0, 9.0, 3.0])) == 1
 
 
 def test_top_k_draws_from_the_k_likeliest_only():
@@ -144,9 +151,22 @@ def test_logprobs_and_logits_are_only_kept_where_asked_for():
 
 def test_logprobs_of_a_whole_tiny_vocabulary_sum_to_one():
     seq = sequence(temperature=0.0, logprobs=20)
-    sample(seq, LOGITS)
-    assert list(seq.logprobs[0]) == [1, 3, 0, 2]
-    assert math.isclose(sum(map(math.exp, seq.logprobs[0].values())), 1.0, abs_tol=1e-6)
+    report = sample(seq, LOGITS).logprobs
+    assert list(report) == [1, 3, 0, 2]
+    assert math.isclose(sum(map(math.exp, report.values())), 1.0, abs_tol=1e-6)
+
+
+def test_a_draw_is_a_function_of_seed_and_length_and_not_of_earlier_draws():
+    seq = sequence(seed=5)
+    assert len({token(seq) for _ in range(30)}) == 1
+    lengths = {token(sequence(seed=seed)) for seed in range(30)}
+    assert len(lengths) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_logits_give_no_token(temperature):
+    logits = torch.tensor([1.0, math.nan, 3.0])
+    assert sample(sequence(temperature=temperature), logits) is None
 
 
 @pytest.mark.parametrize(

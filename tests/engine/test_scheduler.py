@@ -120,6 +120,13 @@ def test_a_prompt_waits_until_it_fits_beside_what_the_running_ones_still_need():
     assert driver.step() == [("b", 0, 64)]
 
 
+def test_a_prompt_does_not_take_the_block_of_the_next_token_of_a_running_one():
+    driver = Driver(num_blocks=6, max_num_batched_tokens=512)
+    driver.add("a", 128, max_tokens=2)  # 2 blocks now, and a third for its answer
+    driver.add("b", 192)  # the 3 blocks that are left
+    assert driver.steps(3) == [[("a", 0, 128)], [("a", 128, 129)], [("b", 0, 192)]]
+
+
 def test_two_prompts_that_fit_beside_each_other_run_together():
     driver = Driver(num_blocks=7, max_num_batched_tokens=512)
     driver.add("a", 128, max_tokens=2)

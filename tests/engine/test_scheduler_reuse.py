@@ -131,6 +131,17 @@ def test_a_row_whose_restore_fails_starts_again_from_token_0_on_private_blocks()
     assert (driver.manager.num_queries, driver.manager.num_hits) == (5, 3)
 
 
+def test_a_request_that_starts_cold_stays_older_than_those_that_went_on():
+    driver = warm(max_num_batched_tokens=512)
+    for name in "ab":
+        driver.add(name, [*PREFIX, ord(name)], max_tokens=5)
+    driver.schedule()
+    driver.issue(cold=["a"])
+    assert driver.step() == [("b", 201, 202), ("a", 0, 201)]
+    assert [seq.request_id for seq in driver.scheduler.running] == ["a", "b"]
+    assert driver.step() == [("a", 201, 202), ("b", 202, 203)]
+
+
 def test_a_checkpoint_that_could_not_be_restored_is_not_offered_again():
     driver = warm()
     driver.add("a", PREFIX)
@@ -197,7 +208,28 @@ def test_the_own_work_of_a_request_is_no_hit_after_a_failed_step():
     assert (driver.manager.num_queries, driver.manager.num_hits) == (1, 0)
 
 
+def test_a_prefix_that_gave_nan_ends_its_request_and_is_found_by_nobody():
+    driver = warm(max_num_batched_tokens=512)
+    bad, good = driver.add("bad", PREFIX), driver.add("good", [*range(700, 800)])
+    driver.schedule()
+    driver.scheduler.commit(driver.last_batch, broken=driver.last_batch.rows[:1])
+    assert (bad.status, bad.finish_reason) == (Status.FINISHED, "error")
+    assert good.num_computed_tokens == 100
+    driver.scheduler.abort(good)
+    driver.scheduler.check()
+    driver.add("again", PREFIX)
+    assert driver.step() == [("again", 0, 200)]
+
+
 # ---- aborts
+
+
+def test_a_request_is_counted_once_however_many_tokens_it_gets():
+    """trap 36: hits exceed queries."""
+    driver = warm()
+    driver.add("again", PREFIX, max_tokens=4)
+    driver.finish_all()
+    assert (driver.manager.num_queries, driver.manager.num_hits) == (2, 1)
 
 
 def test_an_abort_while_the_step_runs_takes_effect_at_its_end():

@@ -4,9 +4,14 @@ import pytest
 
 import engine.llm
 from engine import SamplingParams
+from engine.sampler import Choice
 from tests.engine.real_model import assert_idle, make_engine, tokens
 
 END = 256  # the model's own end token
+
+
+def chosen(token_id):
+    return Choice(token_id, None, None)
 
 
 @pytest.fixture
@@ -17,7 +22,7 @@ def say(monkeypatch):
         ids = list(answer.encode()) if isinstance(answer, str) else list(answer)
 
         def scripted(seq, logits):
-            return ids[seq.num_generated % len(ids)]
+            return chosen(ids[seq.num_generated % len(ids)])
 
         monkeypatch.setattr(engine.llm, "sample", scripted)
         llm = llm or make_engine()
@@ -75,7 +80,7 @@ def test_a_stop_string_on_the_last_token_counts_as_stop(say):
 
 
 def test_a_stop_string_in_the_prompt_does_not_stop_the_answer(say, monkeypatch):
-    monkeypatch.setattr(engine.llm, "sample", lambda seq, logits: ord("z"))
+    monkeypatch.setattr(engine.llm, "sample", lambda seq, logits: chosen(ord("z")))
     [output] = make_engine().generate("stop here", SamplingParams(stop="here", max_tokens=3))
     assert (output.text, output.finish_reason) == ("zzz", "length")
 
@@ -83,6 +88,11 @@ def test_a_stop_string_in_the_prompt_does_not_stop_the_answer(say, monkeypatch):
 def test_bytes_without_a_character_are_replaced_at_the_end(say):
     assert say(b"ok\xf0\x9f").text == "ok�"
     assert say(b"a\xffb").text == "a�b"
+
+
+def test_bytes_without_a_character_are_replaced_before_a_stop_token_too(say):
+    output = say(b"ok\xf0\x9fB", stop_token_ids=(66,))
+    assert output.text.startswith("ok�") and output.finish_reason == "stop"
 
 
 def test_the_models_end_token_stops_and_is_kept(say):
@@ -123,7 +133,7 @@ def test_stopped_requests_leave_the_others_running(monkeypatch):
     monkeypatch.setattr(
         engine.llm,
         "sample",
-        lambda seq, logits: answers[seq.num_prompt_tokens].encode()[seq.num_generated],
+        lambda seq, logits: chosen(answers[seq.num_prompt_tokens].encode()[seq.num_generated]),
     )
     llm = make_engine()
     outputs = llm.generate([[1], [1, 2], [1, 2, 3]], SamplingParams(stop=".", max_tokens=8))
