@@ -31,6 +31,11 @@ class KVBlockManager:
             index += 1
         return max(seq.num_computed_tokens, index * self.block_size)
 
+    def num_in_use(self, seq: CachedSequence, boundary: int) -> int:
+        """How many of the shared blocks below `boundary` others hold, so that they cost no room."""
+        found = (self._index.find(key) for key in seq.block_hashes[: boundary // self.block_size])
+        return sum(f is not None and self.pool.ref_count(f[0]) > 0 for f in found)
+
     def acquire_shared(self, seq: CachedSequence, boundary: int) -> None:
         """Append the published blocks up to `boundary`, a multiple of the block within reach."""
         for key in seq.block_hashes[len(seq.block_table) : boundary // self.block_size]:

@@ -128,9 +128,9 @@ def pool_sizes(
         saves = config.enable_prefix_caching and config.num_slots is None
         share = block_bytes + (slot_bytes / per_slot if saves else 0.0)
         num_blocks = int((left - block_bytes) // share) + 1 if share else 1 << 20
-        most = config.max_num_seqs * -(-max_model_len // config.block_size) + 1
-        num_blocks = min(num_blocks, most)
-        if num_blocks < config.chunk_stride // config.block_size + 1:
+        longest = -(-max_model_len // config.block_size)
+        num_blocks = min(num_blocks, config.max_num_seqs * longest + 1)
+        if num_blocks < min(config.chunk_stride // config.block_size, longest) + 1:
             raise ValueError(
                 f"memory_budget_bytes={config.memory_budget_bytes} holds no stride of K/V beside "
                 f"{live_slots} slots of {slot_bytes} bytes: raise it, lower max_num_seqs="

@@ -52,9 +52,7 @@ class Scheduler:
         """The next step, or None when there is nothing to do. Its rows own all they need."""
         assert self.in_flight is None, "the last batch was neither committed nor rolled back"
         batch = Batch()
-        self._schedule_decodes(batch)
-        budget = max(self.config.max_num_batched_tokens - len(batch.rows), self.config.chunk_stride)
-        budget = self._schedule_prefills(batch, budget)
+        budget = self._schedule_running_ones(batch)
         self._admit(batch, budget)
         if not batch.rows:
             assert not self.has_unfinished, "requests are left, but none can advance"
@@ -62,23 +60,25 @@ class Scheduler:
         self.in_flight = batch
         return batch
 
-    def _schedule_decodes(self, batch: Batch) -> None:
-        for seq in [s for s in self.running if not s.in_prefill]:
-            if seq.status is Status.RUNNING:  # an older one may have preempted it
-                self._schedule_running(batch, seq, _stay(seq), seq.num_computed_tokens + 1)
+    def _schedule_running_ones(self, batch: Batch) -> int:
+        """One token of each decoding sequence, and prefill within the budget, the oldest first.
 
-    def _schedule_prefills(self, batch: Batch, budget: int) -> int:
-        """Returns the budget that is left; 0 when a running prefill had to wait."""
-        for seq in [s for s in self.running if s.in_prefill]:
-            if seq.status is not Status.RUNNING:
+        Returns the prefill budget that is left; 0 when a running prefill had to wait.
+        """
+        num_decodes = sum(not seq.in_prefill for seq in self.running)
+        budget = max(self.config.max_num_batched_tokens - num_decodes, self.config.chunk_stride)
+        for seq in list(self.running):
+            if seq.status is not Status.RUNNING:  # an older one has preempted it
+                continue
+            if not seq.in_prefill:
+                self._schedule_running(batch, seq, _stay(seq), seq.num_computed_tokens + 1)
                 continue
             match = self._match(seq)
             end = self._prefill_end(seq, match.boundary, budget)
-            if end == match.boundary:
-                return 0
-            if not self._schedule_running(batch, seq, match, end):
-                return 0
-            budget -= end - match.boundary
+            if end == match.boundary or not self._schedule_running(batch, seq, match, end):
+                budget = 0
+            else:
+                budget -= end - match.boundary
         return budget
 
     def _admit(self, batch: Batch, budget: int) -> None:
@@ -110,7 +110,7 @@ class Scheduler:
         if not self.running:
             return True
         kv = self.manager.kv
-        needed = kv.num_blocks_for(seq.num_prompt_tokens) - match.boundary // kv.block_size
+        needed = kv.num_blocks_for(seq.num_prompt_tokens) - kv.num_in_use(seq, match.boundary)
         for other in self.running:
             blocks = kv.num_blocks_for(max(other.num_prompt_tokens, other.num_tokens) + 1)
             needed += max(0, blocks - len(other.block_table))
@@ -118,14 +118,11 @@ class Scheduler:
 
     def _schedule_running(self, batch: Batch, seq: Sequence, match: Match, end: int) -> bool:
         """Add a running sequence's row, preempting younger ones as needed. False: it has to wait,
-        with what it holds; older ones, or younger ones of this step, have the blocks."""
+        with what it holds; older ones have the blocks."""
         while not self._add_row(batch, seq, match, end):
-            younger = self.running[self.running.index(seq) + 1 :]
-            scheduled = batch.sequences
-            victim = next((s for s in reversed(younger) if s not in scheduled), None)
-            if victim is None:
+            if self.running[-1] is seq:
                 return False
-            self._preempt(victim)
+            self._preempt(self.running[-1])
         return True
 
     def _add_row(self, batch: Batch, seq: Sequence, match: Match, end: int) -> bool:
@@ -133,13 +130,8 @@ class Scheduler:
         reused = match.boundary - seq.num_computed_tokens
         if not self.manager.allocate(seq, match, end):
             return False
-        if not seq.was_scheduled:
-            seq.miss_reason = match.miss_reason
-        seq.was_scheduled = True
-        if reused and not seq.num_preemptions:  # its own work after a preemption is no hit
-            seq.num_cached_tokens += reused
-            seq.restored_boundary = match.boundary
-            seq.miss_reason = None
+        if seq.in_prefill and not seq.was_counted:
+            _record_reuse(seq, match, reused)
         if seq.in_prefill:
             self.manager.plan_saves(seq, match, end)
         linear = self.manager.linear
@@ -188,8 +180,7 @@ class Scheduler:
         self.in_flight = None
         for row in batch.rows:
             self.manager.discard(row.seq)
-            self._forget_reuse(row.seq)
-            self._requeue(row.seq)
+            self._start_again(row.seq)
             if row.seq.abort_requested:
                 self.finish(row.seq, "abort")
 
@@ -214,7 +205,7 @@ class Scheduler:
         self.manager.release(seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self._requeue(seq)
+        self._start_again(seq)
 
     def _restart_cold(self, row: ScheduledRow) -> None:
         assert row.op is not None and self.manager.linear is not None
@@ -222,16 +213,13 @@ class Scheduler:
         self.manager.discard(row.seq)
         row.seq.reuse_allowed = False
         self.num_cold_starts += 1
-        self._forget_reuse(row.seq)
-        self._requeue(row.seq)
+        self._start_again(row.seq)
 
-    def _forget_reuse(self, seq: Sequence) -> None:
-        """Its work is lost: unless it was counted already, it is a new query."""
+    def _start_again(self, seq: Sequence) -> None:
+        """Queue a sequence that was running and holds nothing any more."""
         if not seq.was_counted:
+            seq.reuse_limit = seq.num_cached_tokens
             seq.num_cached_tokens = seq.restored_boundary = 0
-            seq.was_scheduled = False
-
-    def _requeue(self, seq: Sequence) -> None:
         self.running.remove(seq)
         seq.status = Status.WAITING
         insort(self.waiting, seq, key=_by_arrival)
@@ -247,6 +235,19 @@ class Scheduler:
             order = [seq.arrival_index for seq in queue]
             assert order == sorted(set(order)), f"out of order of arrival: {order}"
         assert len(self.running) <= self.config.max_num_seqs
+
+
+def _record_reuse(seq: Sequence, match: Match, reused: int) -> None:
+    """Credit tokens that others computed. When a request starts again it meets its own work in the
+    cache: it is credited at most what it reused before."""
+    if seq.reuse_limit is not None:
+        reused = min(reused, seq.reuse_limit - seq.num_cached_tokens)
+    if reused > 0:
+        seq.num_cached_tokens += reused
+        seq.restored_boundary = match.boundary
+        seq.miss_reason = None
+    elif seq.num_computed_tokens == 0:
+        seq.miss_reason = match.miss_reason
 
 
 def _by_arrival(seq: Sequence) -> int:

@@ -46,7 +46,7 @@ class Sequence(CachedSequence):
         self.abort_requested = False
         self.reuse_allowed = True
         self.arrival_index = -1
-        self.was_scheduled = False
+        self.reuse_limit: int | None = None
         self.was_counted = False
         self.num_cached_tokens = 0
         self.restored_boundary = 0
