@@ -213,6 +213,8 @@ class Scheduler:
         self.manager.discard(row.seq)
         row.seq.reuse_allowed = False
         self.num_cold_starts += 1
+        if not row.seq.was_counted:
+            row.seq.miss_reason = MissReason.RESTORE_FAILED
         self._start_again(row.seq)
 
     def _start_again(self, seq: Sequence) -> None:
@@ -246,7 +248,7 @@ def _record_reuse(seq: Sequence, match: Match, reused: int) -> None:
         seq.num_cached_tokens += reused
         seq.restored_boundary = match.boundary
         seq.miss_reason = None
-    elif seq.num_computed_tokens == 0:
+    elif seq.num_computed_tokens == 0 and seq.miss_reason is None:
         seq.miss_reason = match.miss_reason
 
 

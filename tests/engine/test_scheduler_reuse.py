@@ -212,6 +212,7 @@ def test_a_prefix_that_gave_nan_ends_its_request_and_is_found_by_nobody():
     driver = warm(max_num_batched_tokens=512)
     bad, good = driver.add("bad", PREFIX), driver.add("good", [*range(700, 800)])
     driver.schedule()
+    driver.ledger.forward(driver.last_batch.rows)
     driver.scheduler.commit(driver.last_batch, broken=driver.last_batch.rows[:1])
     assert (bad.status, bad.finish_reason) == (Status.FINISHED, "error")
     assert good.num_computed_tokens == 100
