@@ -257,8 +257,11 @@ class LLM:
         """Run prompts to their end, together; outputs in their order.
 
         A single prompt (text, or a list of ids) gives a list of one. A bad prompt raises before any
-        of them is queued. If a step fails, the requests of this call are aborted.
+        of them is queued. If a step fails, the requests of this call are aborted. RuntimeError while
+        requests of `add_request` are unfinished: their outputs would be lost.
         """
+        if self.has_unfinished():
+            raise RuntimeError("generate runs alone: step or abort the queued requests first")
         batch = _as_batch(prompts)
         params = (
             list(sampling_params)
@@ -286,33 +289,7 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Counters and pool contents now."""
-        manager, scheduler = self.manager, self.scheduler
-        kv, linear = manager.kv.pool, manager.linear
-        slots_in_use = 0 if linear is None else linear.num_live
-        slots_total = 0 if linear is None else linear.pool.num_ids - 1
-        slots_checkpoint = 0 if linear is None else len(linear.cache)
-        return EngineStats(
-            queries=manager.num_queries,
-            hits=manager.num_hits,
-            tokens_reused=manager.num_tokens_reused,
-            misses={str(k): v for k, v in manager.misses.items()},
-            saves=0 if linear is None else linear.num_saves,
-            saves_skipped={} if linear is None else dict(linear.saves_skipped),
-            cold_starts=scheduler.num_cold_starts,
-            preemptions=scheduler.num_preemptions,
-            slots_live=slots_in_use,
-            slots_checkpoint=slots_checkpoint,
-            slots_free=slots_total - slots_in_use - slots_checkpoint,
-            slots_total=slots_total,
-            state_evictions=0 if linear is None else linear.pool.num_evictions,
-            blocks_in_use=kv.num_in_use,
-            blocks_cached=kv.num_evictable,
-            blocks_free=kv.num_free,
-            blocks_total=kv.num_ids - 1,
-            requests_waiting=len(scheduler.waiting),
-            requests_running=len(scheduler.running),
-            smallest_prompt_that_can_hit=self.config.chunk_stride + 1,
-        )
+        return EngineStats.of(self.scheduler)
 
 
 def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

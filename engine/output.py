@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 
 
@@ -95,3 +96,33 @@ class EngineStats:
     requests_waiting: int
     requests_running: int
     smallest_prompt_that_can_hit: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> "EngineStats":
+        manager = scheduler.manager
+        kv, linear = manager.kv.pool, manager.linear
+        live = 0 if linear is None else linear.num_live
+        saved = 0 if linear is None else len(linear.cache)
+        total = 0 if linear is None else linear.pool.num_ids - 1
+        return cls(
+            queries=manager.num_queries,
+            hits=manager.num_hits,
+            tokens_reused=manager.num_tokens_reused,
+            misses={str(reason): count for reason, count in manager.misses.items()},
+            saves=0 if linear is None else linear.num_saves,
+            saves_skipped={} if linear is None else dict(linear.saves_skipped),
+            cold_starts=scheduler.num_cold_starts,
+            preemptions=scheduler.num_preemptions,
+            slots_live=live,
+            slots_checkpoint=saved,
+            slots_free=total - live - saved,
+            slots_total=total,
+            state_evictions=0 if linear is None else linear.pool.num_evictions,
+            blocks_in_use=kv.num_in_use,
+            blocks_cached=kv.num_evictable,
+            blocks_free=kv.num_free,
+            blocks_total=kv.num_ids - 1,
+            requests_waiting=len(scheduler.waiting),
+            requests_running=len(scheduler.running),
+            smallest_prompt_that_can_hit=manager.chunk_stride + 1,
+        )

@@ -116,16 +116,17 @@ def test_a_request_id_is_free_again_when_its_request_has_ended():
     assert_idle(llm)
 
 
-def test_generate_leaves_other_requests_alone():
+def test_generate_refuses_to_swallow_the_outputs_of_queued_requests():
     llm = make_engine()
     llm.add_request(tokens(0, 70), replace(GREEDY, max_tokens=9), request_id="earlier")
-    [output] = llm.generate([tokens(1, 70)], GREEDY)
-    assert_cold_bits("float32", output)
-    assert llm.has_unfinished()
+    with pytest.raises(RuntimeError, match="generate runs alone"):
+        llm.generate([tokens(1, 70)], GREEDY)
     while llm.has_unfinished():
         [other] = llm.step()
     assert other.request_id == "earlier" and len(other.token_ids) == 9
     assert_cold_bits("float32", other)
+    [output] = llm.generate([tokens(1, 70)], GREEDY)
+    assert_cold_bits("float32", output)
 
 
 def test_aborting_the_unknown_and_the_ended_gives_none():
