@@ -257,8 +257,8 @@ class LLM:
         """Run prompts to their end, together; outputs in their order.
 
         A single prompt (text, or a list of ids) gives a list of one. A bad prompt raises before any
-        of them is queued. If a step fails, the requests of this call are aborted. RuntimeError while
-        requests of `add_request` are unfinished: their outputs would be lost.
+        of them is queued. If a step fails, the requests of this call are aborted. RuntimeError
+        while requests of `add_request` are unfinished: their outputs would be lost.
         """
         if self.has_unfinished():
             raise RuntimeError("generate runs alone: step or abort the queued requests first")

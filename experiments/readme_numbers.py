@@ -1,0 +1,51 @@
+"""Which numbers may the README state? Every figure of its text and tables, read from results/."""
+
+import json
+from typing import Any
+
+from experiments.results_io import RESULTS
+
+
+def load(name: str) -> Any:
+    """One committed result."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def claims() -> dict[str, str]:
+    """Figure by name, as the README prints it."""
+    bench, demo, mutations = (
+        load(f"{name}.json") for name in ("bench_cpu", "warm_start", "mutations")
+    )
+    cold, warm, decode = bench["cold_prefill"], bench["warm"], bench["decode"]
+    restore, host, machine = bench["restore"], bench["host_work"], bench["machine"]
+    serial = [row for row in demo["requests"] if row["mode"] == "serial"]
+    ratios = sorted(row["ttft_cold_ms"] / row["ttft_warm_ms"] for row in serial)
+    killed = sum(row["killed"] for row in mutations)
+    return {
+        "cpu": f"{machine['cores']} cores of an {machine['cpu']}",
+        "threads": str(machine["threads"]),
+        "machine_line": f"{machine['cores']} cores of an {machine['cpu']}, {machine['threads']} "
+        f"threads, torch {machine['torch']}, Python {machine['python']}.",
+        "cold_rate": f"{cold['caching_off_tokens_per_s']:.0f}",
+        "cold_s": f"{4224 / cold['caching_off_tokens_per_s']:.1f}",
+        "hf_rate": f"{cold['transformers_tokens_per_s']:.0f}",
+        "cold_speedup": f"{cold['speedup_over_transformers']:.2f}",
+        "cost_of_caching": f"{100 * cold['cost_of_caching']:+.1f} %",
+        "shared_ms": f"{warm['shared_prefix_ms']:.0f}",
+        "shared_over_bare": f"{warm['shared_prefix_over_bare_128']:.2f}",
+        "hf_copy_ms": f"{warm['transformers_copy_ms']:.0f}",
+        "identical_ms": f"{warm['identical_ms']:.0f}",
+        "identical_over_bare": f"{warm['identical_over_bare_64']:.2f}",
+        "decode_rate": f"{decode['engine_tokens_per_s']:.1f}",
+        "decode_speedup": f"{decode['speedup_over_transformers']:.2f}",
+        "slot_mib": f"{restore['slot_mib']:.1f}",
+        "restore_ms": f"{restore['restore_ms']:.2f}",
+        "restore_over_copy": f"{restore['restore_over_copy']:.2f}",
+        "host_first_ms": f"{host['first_ms']:.1f}",
+        "host_further_ms": f"{host['further_stride_median_ms']:.2f}",
+        "demo_ratio": f"{ratios[len(ratios) // 2]:.0f}",
+        "demo_equal": str(sum(row["bits_equal"] for row in demo["requests"])),
+        "demo_outputs": str(len(demo["requests"])),
+        "killed": str(killed),
+        "mutants": str(len(mutations)),
+    }
