@@ -50,6 +50,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(x)."""
     return x * torch.sigmoid(x)
 
 
@@ -114,6 +115,7 @@ def causal_conv(
 
 
 def l2_normalize(x: torch.Tensor) -> torch.Tensor:
+    """x / |x| over the last dim, with the epsilon inside the root."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 

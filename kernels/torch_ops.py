@@ -11,12 +11,12 @@ Shapes and the slot vectors are those of `reference.py`.
 from itertools import pairwise
 
 import torch
-from torch.nn import functional
 
 from kernels import validate
 from kernels.constants import KERNEL_CHUNK
 from kernels.elementwise import sigmoid, silu, softplus
 from kernels.torch_attention import attention_decode, attention_prefill, write_kv
+from kernels.torch_conv import causal_conv_prefill, causal_conv_step
 
 __all__ = [
     "attention_decode",
@@ -79,83 +79,6 @@ def delta_gates(
     """(g, beta), float32 [R, HV]: g = -exp(A_log) * softplus(a + dt_bias), beta = sigmoid(b)."""
     g = softplus(a.float() + dt_bias.float()).mul_(-torch.exp(A_log.float()))
     return g, sigmoid(b.float())
-
-
-def _lists(*id_vectors: torch.Tensor) -> list[list[int]]:
-    return [validate.as_list(ids, "cu_seqlens and slots") for ids in id_vectors]
-
-
-def causal_conv_prefill(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    windows: torch.Tensor,
-    *,
-    cu_seqlens: torch.Tensor,
-    read_slots: torch.Tensor,
-    write_slots: torch.Tensor,
-    snapshot_slots: torch.Tensor,
-) -> torch.Tensor:
-    """Depthwise causal conv and SiLU of packed sequences; see reference.causal_conv_prefill."""
-    offsets, reads, writes, snaps = _lists(cu_seqlens, read_slots, write_slots, snapshot_slots)
-    validate.causal_conv(
-        x,
-        weight,
-        windows,
-        cu_seqlens=offsets,
-        read_slots=reads,
-        write_slots=writes,
-        snapshot_slots=snaps,
-    )
-    width = weight.shape[1]
-    taps = weight.float().t().contiguous()  # [W, C]
-    buf = torch.empty(width - 1 + KERNEL_CHUNK, x.shape[1])  # window, then one chunk
-    acc = torch.empty(KERNEL_CHUNK, x.shape[1])
-    y = torch.empty_like(x)
-    chunk = 0
-    for (start, end), read, write in zip(pairwise(offsets), reads, writes, strict=True):
-        window = torch.zeros_like(windows[0]) if read < 0 else windows[read].clone()
-        for lo in range(start, end, KERNEL_CHUNK):
-            n = min(KERNEL_CHUNK, end - lo)
-            buf[: width - 1] = window
-            buf[width - 1 : width - 1 + n] = x[lo : lo + n]
-            buf[width - 1 + n :] = 0.0
-            torch.mul(buf[:KERNEL_CHUNK], taps[0], out=acc)
-            for tap in range(1, width):
-                acc.addcmul_(buf[tap : tap + KERNEL_CHUNK], taps[tap])
-            y[lo : lo + n] = functional.silu(acc, inplace=True)[:n]  # one shape: silu is safe here
-            window = buf[n : n + width - 1].to(windows.dtype)  # the inputs' own dtype: lossless
-            if snaps[chunk] > 0:
-                windows[snaps[chunk]] = window
-            chunk += 1
-        if write > 0:
-            windows[write] = window
-    return y
-
-
-def causal_conv_step(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    windows: torch.Tensor,
-    *,
-    read_slots: torch.Tensor,
-    write_slots: torch.Tensor,
-) -> torch.Tensor:
-    """One token of each of N rows; see reference.causal_conv_step."""
-    reads, writes = _lists(read_slots, write_slots)
-    validate.causal_conv(x, weight, windows, read_slots=reads, write_slots=writes)
-    taps = weight.float().t().contiguous()  # [W, C]
-    y = torch.zeros_like(x)
-    for row, (read, write) in enumerate(zip(reads, writes, strict=True)):
-        if write == 0:
-            continue
-        window = torch.zeros_like(windows[0]) if read < 0 else windows[read]
-        inputs = torch.cat([window, x[row : row + 1].to(windows.dtype)])  # [W, C]
-        acc = inputs[0].float() * taps[0]
-        for tap in range(1, len(taps)):
-            acc.addcmul_(inputs[tap].float(), taps[tap])
-        y[row] = functional.silu(acc)
-        windows[write] = inputs[1:]
-    return y
 
 
 def _l2_normalised(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -233,7 +156,9 @@ def gated_delta_prefill(
     snapshot_slots: torch.Tensor,
 ) -> torch.Tensor:
     """Chunked gated delta rule of packed sequences; see reference.gated_delta_prefill."""
-    offsets, reads, writes, snaps = _lists(cu_seqlens, read_slots, write_slots, snapshot_slots)
+    offsets, reads, writes, snaps = validate.as_lists(
+        cu_seqlens, read_slots, write_slots, snapshot_slots
+    )
     validate.gated_delta(
         q,
         k,
@@ -276,7 +201,7 @@ def gated_delta_step(
     write_slots: torch.Tensor,
 ) -> torch.Tensor:
     """One token of each of N rows; see reference.gated_delta_step."""
-    reads, writes = _lists(read_slots, write_slots)
+    reads, writes = validate.as_lists(read_slots, write_slots)
     validate.gated_delta(q, k, v, g, beta, states, read_slots=reads, write_slots=writes)
     r = v.shape[1] // q.shape[1]
     q = _l2_normalised(q.float(), q.shape[-1] ** -0.5).repeat_interleave(r, 1)  # [N, HV, K]

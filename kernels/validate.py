@@ -22,6 +22,11 @@ def as_list(ids: torch.Tensor, name: str) -> list[int]:
     return ids.tolist()
 
 
+def as_lists(*id_vectors: torch.Tensor) -> list[list[int]]:
+    """`as_list` of each."""
+    return [as_list(ids, "offsets and slots") for ids in id_vectors]
+
+
 def shape(x: torch.Tensor, name: str, *sizes: int | None) -> None:
     """`x` has exactly these sizes (None: any)."""
     ok = x.ndim == len(sizes) and all(s in (None, n) for s, n in zip(sizes, x.shape, strict=True))
@@ -236,6 +241,7 @@ def zeroed_slots(arena: torch.Tensor, slots: Sequence[int]) -> None:
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """One pair of tables for each row, of at most half the head's width."""
     shape(x, "x", None, None, None)
     shape(cos, "cos", x.shape[0], None)
     shape(sin, "sin", *cos.shape)
@@ -246,6 +252,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 def delta_gates(
     a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
 ) -> None:
+    """One value a head for each row, one parameter a head."""
     shape(a, "a", None, None)
     shape(b, "b", *a.shape)
     shape(A_log, "A_log", a.shape[1])
