@@ -207,6 +207,8 @@ def gated_delta_step(
     q = _l2_normalised(q.float(), q.shape[-1] ** -0.5).repeat_interleave(r, 1)  # [N, HV, K]
     k = _l2_normalised(k.float()).repeat_interleave(r, 1)
     v, decay = v.float(), g.exp()
+    kq = torch.stack([k, q], dim=2)  # [N, HV, 2, K]
+    k_dot_q = (k * q).sum(-1, keepdim=True)
     out = torch.zeros(v.shape, dtype=torch.float32)
     for row, (read, write) in enumerate(zip(reads, writes, strict=True)):
         if write == 0:
@@ -216,9 +218,10 @@ def gated_delta_step(
             state.zero_()
         else:
             torch.mul(states[read], decay[row, :, None, None], out=state)
-        d = (v[row] - torch.bmm(state, k[row, :, :, None])[..., 0]).mul_(beta[row, :, None])
-        state.baddbmm_(d[..., None], k[row, :, None, :])
-        out[row] = torch.bmm(state, q[row, :, :, None])[..., 0]
+        from_k, from_q = torch.bmm(kq[row], state.transpose(1, 2)).unbind(1)  # [HV, V] each
+        d = (v[row] - from_k).mul_(beta[row, :, None])
+        torch.addcmul(from_q, d, k_dot_q[row], out=out[row])  # S' q = S q + d (k . q)
+        state.addcmul_(d[..., None], k[row, :, None, :])
     return out
 
 
