@@ -31,7 +31,7 @@ from engine.sequence import Sequence
 from experiments.make_model import make_model
 from experiments.results_io import write_json
 
-PREFIX, SUFFIX = 4096, 128
+SUFFIX = 128
 ROOT = Path(__file__).resolve().parent
 GREEDY = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
@@ -54,10 +54,11 @@ def alternate(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, 
 class Bench:
     """The engine with caching on and off, the bare model, and transformers, on one directory."""
 
-    def __init__(self, model_dir: Path, repeats: int) -> None:
-        self.repeats = repeats
+    def __init__(self, model_dir: Path, repeats: int, prefix: int) -> None:
+        self.repeats, self.prefix = repeats, prefix
         self.rng = random.Random(0)
-        sizes = dict(num_slots=48, num_blocks=400, max_num_seqs=4)
+        blocks = 6 * (prefix + SUFFIX) // 64
+        sizes = dict(num_slots=48, num_blocks=blocks, max_num_seqs=4)
         self.on = LLM(model_dir, **sizes)
         self.off = LLM.from_model(
             self.on.worker.model,
@@ -66,7 +67,7 @@ class Bench:
         self.hf = load_transformers(model_dir)
 
     def tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(8192) for _ in range(count)]
+        return [self.rng.randrange(256) for _ in range(count)]
 
     def ttft(self, llm: LLM, prompt: list[int]) -> Callable[[], object]:
         return lambda: llm.generate([prompt], GREEDY)
@@ -74,13 +75,13 @@ class Bench:
     # ---- the measurements
 
     def cold_prefill(self) -> dict[str, float]:
-        """A prompt of 4,224 tokens that nobody has seen: engine (on, off) against transformers."""
-        prompt = self.tokens(PREFIX + SUFFIX)
+        """A prompt that nobody has seen: engine (on, off) against transformers."""
+        prompt = self.tokens(self.prefix + SUFFIX)
         self.off.generate([prompt[:512]], GREEDY)
         times = alternate(
             {
                 "caching_off": self.ttft(self.off, prompt),
-                "caching_on": lambda: self.on.generate([self.tokens(PREFIX + SUFFIX)], GREEDY),
+                "caching_on": lambda: self.on.generate([self.tokens(self.prefix + SUFFIX)], GREEDY),
                 "transformers": lambda: self.hf_forward(prompt),
             },
             self.repeats,
@@ -92,21 +93,22 @@ class Bench:
         }
 
     def warm(self) -> dict[str, float]:
-        """A served prefix of 4,096 tokens and 128 new ones; the same prompt again; a bare prefill
-        of 128 and of 64 tokens at that depth; a hand-made cache copy in transformers."""
-        prefix = self.tokens(PREFIX)
+        """A served prefix and 128 new tokens; the same prompt again; bare prefills of 128 and of
+        64 tokens at that depth; a hand-made cache copy in transformers."""
+        prefix = self.tokens(self.prefix)
         self.on.generate([prefix + self.tokens(SUFFIX)], GREEDY)
         again = prefix + self.tokens(SUFFIX)
         self.on.generate([again], GREEDY)
-        bare = BareModel(self.on.worker.model, prefix + self.tokens(SUFFIX))
+        depth = self.prefix
+        bare = BareModel(self.on.worker.model, prefix + self.tokens(SUFFIX), depth)
         hf_cache = self.hf_prefill(prefix)
         suffix = self.tokens(SUFFIX)
         times = alternate(
             {
                 "shared_prefix": lambda: self.on.generate([prefix + self.tokens(SUFFIX)], GREEDY),
-                "bare_128": lambda: bare.prefill(PREFIX, PREFIX + 128),
+                "bare_128": lambda: bare.prefill(depth, depth + 128),
                 "identical": self.ttft(self.on, again),
-                "bare_64": lambda: bare.prefill(PREFIX + 64, PREFIX + 128),
+                "bare_64": lambda: bare.prefill(depth + 64, depth + 128),
                 "transformers_copy": lambda: self.hf_resume(hf_cache, suffix),
             },
             5 * self.repeats,
@@ -190,19 +192,20 @@ class Bench:
 class BareModel:
     """The model alone: no scheduler, no cache, one sequence in slot 1 up to each wanted depth."""
 
-    def __init__(self, model: Qwen35Model, prompt: list[int]) -> None:
+    def __init__(self, model: Qwen35Model, prompt: list[int], depth: int) -> None:
         self.model, self.block_size = model, 64
         num_blocks = len(prompt) // 64 + 2
         self.pools = model.make_pools(4, num_blocks, self.block_size)
         self.seq = Sequence("bare", prompt, GREEDY)
         self.seq.block_table = list(range(1, num_blocks))
-        for depth, slot in ((PREFIX, 1), (PREFIX + 64, 2)):
-            for start in range(0, depth, 512):
-                end = min(depth, start + 512)
+        self.slots = {depth: 1, depth + 64: 2}
+        for reached, slot in self.slots.items():
+            for start in range(0, reached, 512):
+                end = min(reached, start + 512)
                 self._run(start, end, -1 if start == 0 else slot, slot)
 
     def prefill(self, start: int, end: int) -> torch.Tensor:
-        return self._run(start, end, 1 if start == PREFIX else 2, 3)
+        return self._run(start, end, self.slots[start], 3)
 
     @torch.inference_mode()
     def _run(self, start: int, end: int, read: int, write: int) -> torch.Tensor:
@@ -255,6 +258,7 @@ def host_work(num_tokens: int = 32_768, stride: int = 64) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=ROOT.parent / "build/models/bench-0.8b")
+    parser.add_argument("--prefix-tokens", type=int, default=4096, help="a multiple of 64")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, default=ROOT / "results/bench_cpu.json")
@@ -263,7 +267,9 @@ def main(argv: list[str] | None = None) -> int:
     console = Console()
     if not args.model.exists():
         make_model(args.model, like="0.8b", vocab=8192)
-    bench = Bench(args.model, args.repeats)
+    if args.prefix_tokens < 64 or args.prefix_tokens % 64:
+        parser.error(f"--prefix-tokens {args.prefix_tokens}: must be a positive multiple of 64")
+    bench = Bench(args.model, args.repeats, args.prefix_tokens)
     gc.freeze()
     results: dict[str, dict[str, float]] = {}
     parts = (bench.cold_prefill, bench.warm, bench.decode, bench.restore, host_work)
@@ -274,12 +280,13 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in results[part.__name__].items():
             table.add_row(name, f"{value:.3g}")
         console.print(table)
-    write_json(args.json, {"repeats": args.repeats, "threads": args.threads, **results})
+    settings = {"repeats": args.repeats, "prefix_tokens": args.prefix_tokens}
+    write_json(args.json, {**settings, **results})
     cold, warm = results["cold_prefill"], results["warm"]
     console.print(
         f"Cold prefill runs at {cold['speedup_over_transformers']:.2f} times transformers; "
-        f"a request that shares 4,096 tokens costs {warm['shared_prefix_over_bare_128']:.2f} "
-        "bare prefills of its 128 new ones."
+        f"a request that shares {args.prefix_tokens} tokens costs "
+        f"{warm['shared_prefix_over_bare_128']:.2f} bare prefills of its 128 new ones."
     )
     return 0
 
