@@ -26,11 +26,15 @@ class BlockPool:
             raise ValueError(f"a pool needs at least 2 ids (id 0 is padding), got {num_ids}")
         self.num_ids = num_ids
         self._on_evict = on_evict
-        self._refs = [0] * num_ids
-        self._published = [False] * num_ids
-        self._free: deque[int] = deque(range(1, num_ids))
-        self._evictable: OrderedDict[int, None] = OrderedDict()
         self.num_evictions = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every id free, whoever held it and whatever it was published for."""
+        self._refs = [0] * self.num_ids
+        self._published = [False] * self.num_ids
+        self._free: deque[int] = deque(range(1, self.num_ids))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:

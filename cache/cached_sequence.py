@@ -66,6 +66,17 @@ class CachedSequence:
     def in_prefill(self) -> bool:
         return self.num_computed_tokens < self.num_prompt_tokens
 
+    def forget_holdings(self) -> None:
+        """As before anything was computed; the ids were given back, or the pools were reset."""
+        self.num_computed_tokens = 0
+        self.block_table = []
+        self.num_published_blocks = 0
+        self.live_slot = None
+        self.state_source = None
+        self.pending_save = None
+        self.snapshots = []
+        self.branch_boundary = 0
+
     def append_token(self, token_id: int) -> None:
         self.token_ids.append(token_id)
 

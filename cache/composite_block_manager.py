@@ -17,7 +17,7 @@ class MissReason(StrEnum):
     BELOW_STRIDE = "below_stride"  # no whole stride lies below the final token
     NAMESPACE = "namespace"  # only other namespaces hold states
     KV_SHORTER = "kv_shorter"  # states exist, but only deeper than the K/V that is left
-    EVICTED = "evicted"  # a state of this prefix was saved and evicted
+    EVICTED = "evicted"  # a state of this prefix was saved and is gone
     NO_SLOT = "no_slot"  # a state exists, but no slot was left to run on beside it
     RESTORE_FAILED = "restore_failed"  # it was computed in full after a failed restore
     NO_CHECKPOINT = "no_checkpoint"  # no state of this prefix was ever saved
@@ -43,12 +43,12 @@ class CompositeBlockManager:
         kv: KVBlockManager,
         linear: LinearStateBlockManager | None,
         *,
-        chunk_stride: int,
         enable_prefix_caching: bool,
     ) -> None:
         self.kv = kv
         self.linear = linear
-        self.chunk_stride = chunk_stride
+        self.chunk_stride = kv.chunk_stride
+        assert linear is None or linear.chunk_stride == kv.chunk_stride
         self.enabled = enable_prefix_caching
         self.num_queries = 0
         self.num_hits = 0
@@ -173,6 +173,17 @@ class CompositeBlockManager:
         self.kv.forget(seq)
         if self.linear is not None:
             self.linear.forget(seq)
+
+    def reset(self, sequences: Iterable[CachedSequence]) -> None:
+        """Forget everything cached and everything these sequences, all there are, hold.
+
+        For when bookkeeping was interrupted: no reference count can be trusted any more.
+        """
+        for seq in sequences:
+            seq.forget_holdings()
+        self.kv.reset()
+        if self.linear is not None:
+            self.linear.reset()
 
     def _rewind(self, seq: CachedSequence) -> None:
         self.kv.release(seq)

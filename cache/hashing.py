@@ -43,7 +43,7 @@ class MultimodalItem:
             )
 
 
-def _digest(seed: int, *parts: bytes | memoryview) -> bytes:
+def _digest(seed: int, *parts: bytes) -> bytes:
     h = xxhash.xxh3_128(seed=seed)
     for part in parts:
         h.update(len(part).to_bytes(8, "little"))  # length first: ("ab", "c") is not ("a", "bc")
@@ -82,8 +82,6 @@ class HashDomain:
     ) -> None:
         """Append to `chain` the keys of all whole steps of token_ids[:num_tokens] it lacks."""
         assert token_ids.typecode == TOKEN_TYPECODE, f"tokens of type {token_ids.typecode!r}"
-        view = memoryview(token_ids).cast("B")
-        width = token_ids.itemsize
         for index in range(len(chain), num_tokens // self.step):
             start = index * self.step
             end = start + self.step
@@ -93,7 +91,5 @@ class HashDomain:
                 for item in items
                 if item.start < end and start < item.start + item.length
             ]
-            chain.append(
-                PrefixHash(_digest(self.seed, parent, view[start * width : end * width], *extra))
-            )
-        view.release()
+            chunk = token_ids[start:end].tobytes()
+            chain.append(PrefixHash(_digest(self.seed, parent, chunk, *extra)))

@@ -14,8 +14,10 @@ class KVBlockManager:
     sequence's own recorded hash.
     """
 
-    def __init__(self, num_blocks: int, domain: HashDomain) -> None:
+    def __init__(self, num_blocks: int, domain: HashDomain, *, chunk_stride: int) -> None:
+        assert chunk_stride % domain.step == 0, f"{chunk_stride} is no multiple of {domain.step}"
         self.block_size = domain.step
+        self.chunk_stride = chunk_stride
         self.domain = domain
         self._index: PrefixIndex[None] = PrefixIndex()
         self.pool = BlockPool(num_blocks, on_evict=self._index.forget)
@@ -62,11 +64,14 @@ class KVBlockManager:
         seq.num_published_blocks = min(seq.num_published_blocks, num_blocks)
 
     def publish(self, seq: CachedSequence) -> None:
-        """Publish the whole prompt blocks below num_computed_tokens, once their step was issued.
+        """Publish the prompt blocks of the whole strides computed, once their step was issued.
 
-        A block whose key another sequence published first stays private.
+        The rows of the stride a prompt ends in come from a tile that ended with it: in bits they
+        are not the rows of a prompt that goes on. A block whose key another sequence published
+        first stays private.
         """
-        computed = min(seq.num_computed_tokens, seq.num_prompt_tokens) // self.block_size
+        computed = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+        computed = computed // self.chunk_stride * self.chunk_stride // self.block_size
         for index in range(seq.num_published_blocks, computed):
             key, id_ = seq.block_hashes[index], seq.block_table[index]
             if not self._index.contains(key):
@@ -81,6 +86,11 @@ class KVBlockManager:
             if found is not None:
                 self._index.forget(found[0])
                 self.pool.unpublish(found[0])
+
+    def reset(self) -> None:
+        """Forget every block. Only when no sequence is to keep what it holds."""
+        self._index.clear()
+        self.pool.reset()
 
     def release(self, seq: CachedSequence) -> None:
         """Give back everything: later blocks become least recently used before earlier ones."""

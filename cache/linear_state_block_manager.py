@@ -203,6 +203,12 @@ class LinearStateBlockManager:
             self.cache.forget(slot)
             self.pool.unpublish(slot)
 
+    def reset(self) -> None:
+        """Forget every slot. Only when no sequence is to keep what it holds."""
+        self.cache.clear()
+        self.pool.reset()
+        self.num_live = 0
+
     def _release_source(self, seq: CachedSequence) -> None:
         if seq.state_source is not None:
             self.pool.release(seq.state_source.slot_id)

@@ -48,6 +48,12 @@ class LinearStatePrefixCache:
     def __len__(self) -> int:
         return len(self._index)
 
+    def clear(self) -> None:
+        """Forget every checkpoint, and that there were any."""
+        self._index.clear()
+        self._evicted.clear()
+        self._by_namespace.clear()
+
     def contains(self, key: PrefixHash) -> bool:
         return self._index.contains(key)
 

@@ -18,6 +18,11 @@ class PrefixIndex(Generic[E]):
         self._by_key: dict[PrefixHash, tuple[int, E]] = {}
         self._by_id: dict[int, PrefixHash] = {}
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._by_key.clear()
+        self._by_id.clear()
+
     def __len__(self) -> int:
         return len(self._by_key)
 

@@ -35,7 +35,7 @@ class ScheduledRow:
 
 @dataclass
 class Batch:
-    """The rows of one step, prefills first when handed to the worker."""
+    """The rows of one step, in the order they were scheduled."""
 
     rows: list[ScheduledRow] = field(default_factory=list)
 

@@ -20,7 +20,8 @@ class EngineConfig:
     block_size: tokens of a K/V block.
     num_slots, num_blocks: pool sizes, padding id 0 included; None: from `memory_budget_bytes`.
     max_num_seqs: sequences that run at once.
-    max_num_batched_tokens: token budget of one step.
+    max_num_batched_tokens: token budget of one step; decoding sequences take one each, and the
+        first prefill gets a whole stride even if they leave less.
     restore: "redirect": the first step after a hit reads the checkpoint and writes the live slot;
         "copy": one fused copy first. Equal bits.
     device, dtype: where and in what the model runs; dtype None: as the weights are. States are

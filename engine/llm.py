@@ -2,8 +2,9 @@
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,11 +14,18 @@ from cache.composite_block_manager import CompositeBlockManager
 from cache.hashing import HashDomain, Namespace
 from cache.kv_block_manager import KVBlockManager
 from cache.linear_state_block_manager import LinearStateBlockManager
-from engine.batch import Batch
+from engine.batch import ScheduledRow
 from engine.config import EngineConfig, pool_sizes
 from engine.model import Qwen35Model
 from engine.model_config import ModelConfig
 from engine.output import EngineStats, RequestOutput
+from engine.requests import (
+    Prompt,
+    as_batch,
+    as_sampling_params,
+    check_text,
+    token_ids_of,
+)
 from engine.sampler import Choice, sample
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
@@ -25,8 +33,6 @@ from engine.sequence import Sequence
 from engine.tokenizer import Detokenizer, Tokenizer
 from engine.weights import read_weights
 from engine.worker import Model, Worker
-
-Prompt = str | Seq[int]
 
 
 class LLM:
@@ -37,6 +43,8 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **config: object) -> None:
+        if not isinstance(model, str | Path):
+            raise ValueError(f"model must be a directory, got {model!r}")
         known = [field.name for field in fields(EngineConfig)]
         unknown = sorted(set(config) - set(known))
         if unknown:
@@ -62,7 +70,9 @@ class LLM:
     def _start(self, model: Model, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config, self.tokenizer, self.model_config = config, tokenizer, model.config
         limit = self.model_config.max_position_embeddings
-        self.max_model_len = min(limit, config.max_model_len or limit)
+        self.max_model_len = limit if config.max_model_len is None else config.max_model_len
+        if self.max_model_len > limit:
+            raise ValueError(f"max_model_len={self.max_model_len}: the model ends at {limit}")
         shape = model.state_shape
         num_slots, num_blocks = pool_sizes(
             config,
@@ -81,9 +91,12 @@ class LLM:
                 enable_prefix_caching=caching,
             )
         self.manager = CompositeBlockManager(
-            KVBlockManager(num_blocks, HashDomain("kv", config.block_size, seed)),
+            KVBlockManager(
+                num_blocks,
+                HashDomain("kv", config.block_size, seed),
+                chunk_stride=config.chunk_stride,
+            ),
             linear,
-            chunk_stride=config.chunk_stride,
             enable_prefix_caching=caching,
         )
         self.scheduler = Scheduler(config, self.manager)
@@ -94,31 +107,63 @@ class LLM:
     # ---- the loop
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns every request that got a token, and those that an abort ended.
+        """Run one step; returns every request that got a token or ended.
 
-        If the step fails, its requests start again on the next one and the error is raised.
+        If the model or the sampler fails, the step's requests start again on the next one, without
+        loss, and the error is raised. If anything else fails, or an interrupt comes in between, all
+        requests start again and the cache is empty.
         """
-        batch = self.scheduler.schedule()
+        if self.scheduler.in_flight is not None:  # interrupted between two lines of a step
+            self._start_over()
+        with self._whole():
+            batch = self.scheduler.schedule()
         if batch is None:
-            return []
+            return self._outputs([])
         try:
             result = self.worker.execute(batch)
             rows = [row for row in result.rows if row.needs_logits]
             choices = [sample(r.seq, x) for r, x in zip(rows, result.logits, strict=True)]
         except BaseException:
-            self.scheduler.rollback(batch)
-            self._drop_finished(batch)
+            with self._whole():
+                self.scheduler.rollback(batch)
             raise
-        broken = [row for row, choice in zip(rows, choices, strict=True) if choice is None]
-        self.scheduler.commit(batch, cold=result.cold, broken=broken)
-        for row, choice in zip(rows, choices, strict=True):
-            if choice is not None and not row.seq.abort_requested:
-                self._append(row.seq, choice)
-        ended = [row.seq for row in batch.rows if row.seq.finish_reason is not None]
-        told = dict.fromkeys([*(row.seq for row in rows), *ended])
+        with self._whole():
+            broken = [row for row, choice in zip(rows, choices, strict=True) if choice is None]
+            self.scheduler.commit(batch, cold=result.cold, broken=broken)
+            for row, choice in zip(rows, choices, strict=True):
+                if choice is not None and not row.seq.abort_requested:
+                    self._append(row.seq, choice)
+        return self._outputs(rows)
+
+    def _outputs(self, advanced: list[ScheduledRow]) -> list[RequestOutput]:
+        """Of the rows that got a token, and of every request that has ended, which is dropped."""
+        ended = [seq for seq in self._requests.values() if seq.finish_reason is not None]
+        told = dict.fromkeys([*(row.seq for row in advanced), *ended])
         outputs = [RequestOutput.of(seq) for seq in told]
-        self._drop_finished(batch)
+        for seq in ended:
+            self._drop(seq)
         return outputs
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Bookkeeping that must not be left half done."""
+        try:
+            yield
+        except BaseException:
+            self._start_over()
+            raise
+
+    def _start_over(self) -> None:
+        """Back to the last whole state: each request's settled tokens, nothing held, no cache."""
+        unfinished = [seq for seq in self._requests.values() if seq.finish_reason is None]
+        for seq in unfinished:
+            seq.forget_unsettled_tokens()
+            if self.tokenizer is not None:
+                self._detokenizers[seq.request_id] = self._detokenizer()
+                seq.text = ""
+                for token_id in seq.generated_token_ids:
+                    self._extend_text(seq, token_id, last=False)
+        self.scheduler.start_over(unfinished)
 
     def _append(self, seq: Sequence, choice: Choice) -> None:
         """Add a new token and end the request if that is what it means."""
@@ -136,6 +181,7 @@ class LLM:
             self.scheduler.finish(seq, "stop")
         elif full:
             self.scheduler.finish(seq, "length")
+        seq.num_settled = seq.num_generated
 
     def _extend_text(self, seq: Sequence, token_id: int, *, last: bool) -> bool:
         """Decode one more token; True, and the text cut, if a stop string has appeared."""
@@ -154,11 +200,6 @@ class LLM:
         if found:
             seq.text = seq.text[: min(found)]
         return bool(found)
-
-    def _drop_finished(self, batch: Batch) -> None:
-        for row in batch.rows:
-            if row.seq.finish_reason is not None:
-                self._drop(row.seq)
 
     def _drop(self, seq: Sequence) -> None:
         self._requests.pop(seq.request_id, None)
@@ -180,40 +221,27 @@ class LLM:
         Requests share prefixes only within one (adapter_id, cache_salt). ValueError, and nothing
         queued, for a prompt that is empty, holds ids outside the vocabulary, or can never fit.
         """
-        sampling = sampling_params or SamplingParams()
-        token_ids = self._token_ids(prompt)
+        sampling = as_sampling_params(sampling_params)
+        token_ids = token_ids_of(prompt, self.tokenizer, self.model_config.vocab_size)
         self._check_fits(len(token_ids), sampling)
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop!r} needs a tokenizer, and the model has none")
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is in use")
+        check_text("cache_salt", cache_salt)
+        check_text("adapter_id", adapter_id)
         namespace = Namespace(self.model_config.fingerprint, adapter_id, cache_salt)
         seq = Sequence(request_id, token_ids, sampling, namespace=namespace)
         self._requests[request_id] = seq
         if self.tokenizer is not None:
-            self._detokenizers[request_id] = self.tokenizer.detokenizer(skip_special_tokens=True)
+            self._detokenizers[request_id] = self._detokenizer()
         self.scheduler.add(seq)
         return request_id
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("the model has no tokenizer.json: give token ids, not text")
-            token_ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
-            raise ValueError(f"a prompt is text or token ids, got {type(prompt).__name__}")
-        else:
-            token_ids = list(prompt)
-        if not token_ids:
-            raise ValueError("the prompt is empty: at least one token is needed")
-        vocab_size = self.model_config.vocab_size
-        for position, token_id in enumerate(token_ids):
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                raise ValueError(
-                    f"token {token_id!r} at position {position} is not an id in [0, {vocab_size})"
-                )
-        return token_ids
+    def _detokenizer(self) -> Detokenizer:
+        assert self.tokenizer is not None
+        return self.tokenizer.detokenizer(skip_special_tokens=True)
 
     def _check_fits(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
         """The request must be able to run alone, to its last token."""
@@ -253,6 +281,7 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         cache_salt: str = "",
+        adapter_id: str = "",
     ) -> list[RequestOutput]:
         """Run prompts to their end, together; outputs in their order.
 
@@ -262,22 +291,24 @@ class LLM:
         """
         if self.has_unfinished():
             raise RuntimeError("generate runs alone: step or abort the queued requests first")
-        batch = _as_batch(prompts)
-        params = (
-            list(sampling_params)
-            if isinstance(sampling_params, Iterable)
-            else [sampling_params or SamplingParams()] * len(batch)
-        )
+        batch = as_batch(prompts)
+        if isinstance(sampling_params, list | tuple):
+            params = [as_sampling_params(each) for each in sampling_params]
+        else:
+            params = [as_sampling_params(sampling_params)] * len(batch)
         if len(params) != len(batch):
             raise ValueError(f"{len(batch)} prompts but {len(params)} sampling_params")
-        token_ids = [self._token_ids(prompt) for prompt in batch]
+        vocab_size = self.model_config.vocab_size
+        token_ids = [token_ids_of(prompt, self.tokenizer, vocab_size) for prompt in batch]
         for ids, sampling in zip(token_ids, params, strict=True):
             self._check_fits(len(ids), sampling)
         request_ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
         try:
             for ids, sampling in zip(token_ids, params, strict=True):
-                request_ids.append(self.add_request(ids, sampling, cache_salt=cache_salt))
+                request_ids.append(
+                    self.add_request(ids, sampling, cache_salt=cache_salt, adapter_id=adapter_id)
+                )
             while any(r not in outputs for r in request_ids):
                 for output in self.step():
                     if output.finished:
@@ -290,9 +321,3 @@ class LLM:
     def stats(self) -> EngineStats:
         """Counters and pool contents now."""
         return EngineStats.of(self.scheduler)
-
-
-def _as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]

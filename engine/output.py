@@ -19,6 +19,8 @@ class RequestOutput:
     ttft_ms: from `add_request` to the first token; None before it.
     logprobs: per new token {token: log-probability}, the chosen one first; None if not asked for.
     logits: per new token [vocab] float32; None if not asked for.
+
+    All outputs of a request share one prompt_token_ids list.
     """
 
     request_id: str
@@ -44,7 +46,7 @@ class RequestOutput:
             ttft_ms = 1e3 * (seq.first_token_time - seq.arrival_time)
         return cls(
             request_id=seq.request_id,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens].tolist(),
+            prompt_token_ids=seq.prompt_token_ids,
             token_ids=seq.generated_token_ids,
             text=_settled_text(seq),
             finish_reason=seq.finish_reason,

@@ -22,8 +22,8 @@ class Choice:
 
 
 def sample(seq: Sequence, logits: torch.Tensor) -> Choice | None:
-    """The next token for logits [vocab] float32; None if they hold NaN."""
-    if logits.isnan().any():
+    """The next token for logits [vocab] float32; None if they hold NaN or infinity."""
+    if not logits.max().isfinite():  # the maximum of NaN is NaN; single entries may be -inf
         return None
     params = seq.sampling
     token_id = int(logits.argmax()) if params.temperature == 0.0 else _draw(seq, logits)

@@ -1,5 +1,6 @@
 """How one request's tokens are chosen and when it stops."""
 
+import sys
 from dataclasses import dataclass, field
 
 
@@ -30,14 +31,18 @@ class SamplingParams:
     _stop_tokens: frozenset[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "_stop_tokens", frozenset(self.stop_token_ids))
+        for name, scalar in (("stop", str), ("stop_token_ids", int)):
+            value = getattr(self, name)
+            value = () if value is None else (value,) if isinstance(value, scalar) else value
+            several = isinstance(value, list | tuple | range | set | frozenset)
+            self._require(several, name, "must be a list or a tuple")
+            object.__setattr__(self, name, tuple(value))
         for name in ("temperature", "top_p"):
-            number = type(getattr(self, name)) in (int, float)
-            self._require(number, name, "must be a number")
-        self._require(0.0 <= self.temperature < float("inf"), "temperature", "must be >= 0")
+            self._require(type(getattr(self, name)) in (int, float), name, "must be a number")
+        self._require(isinstance(self.ignore_eos, bool), "ignore_eos", "must be a bool")
+        self._require(isinstance(self.return_logits, bool), "return_logits", "must be a bool")
+        finite = 0.0 <= self.temperature <= sys.float_info.max
+        self._require(finite, "temperature", "must be >= 0 and finite")
         self._require(_is_int(self.top_k) and self.top_k >= 0, "top_k", "must be >= 0 (0: all)")
         self._require(0.0 < self.top_p <= 1.0, "top_p", "must be in (0, 1]")
         in_range = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 1 << 63)
@@ -48,6 +53,7 @@ class SamplingParams:
         self._require(all(isinstance(s, str) and s for s in self.stop), "stop", "no empty strings")
         ids = all(_is_int(i) and i >= 0 for i in self.stop_token_ids)
         self._require(ids, "stop_token_ids", "must be token ids")
+        object.__setattr__(self, "_stop_tokens", frozenset(self.stop_token_ids))
         enough = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20)
         self._require(enough, "logprobs", "must be None or in [0, 20]")
 

@@ -106,13 +106,13 @@ class Scheduler:
         return (start + budget) // self.config.chunk_stride * self.config.chunk_stride
 
     def _has_room(self, seq: Sequence, match: Match) -> bool:
-        """Whether seq's whole prompt fits beside what the running ones still need for theirs."""
+        """Whether all of seq's tokens fit beside what the running ones still need for theirs."""
         if not self.running:
             return True
         kv = self.manager.kv
-        needed = kv.num_blocks_for(seq.num_prompt_tokens) - kv.num_in_use(seq, match.boundary)
+        needed = kv.num_blocks_for(seq.num_tokens) - kv.num_in_use(seq, match.boundary)
         for other in self.running:
-            blocks = kv.num_blocks_for(max(other.num_prompt_tokens, other.num_tokens) + 1)
+            blocks = kv.num_blocks_for(other.num_tokens + 1)
             needed += max(0, blocks - len(other.block_table))
         return needed <= kv.pool.num_available
 
@@ -183,6 +183,19 @@ class Scheduler:
             self._start_again(row.seq)
             if row.seq.abort_requested:
                 self.finish(row.seq, "abort")
+
+    def start_over(self, sequences: Collection[Sequence]) -> None:
+        """Bookkeeping was interrupted: queue all unfinished sequences anew, with empty pools."""
+        self.in_flight = None
+        self.manager.reset(sequences)
+        self.running, self.waiting = [], []
+        for seq in sequences:
+            self.running.append(seq)
+            self._start_again(seq)
+            if not seq.was_counted:
+                seq.reuse_limit = seq.miss_reason = None  # no work of its own is left to meet
+            if seq.abort_requested:
+                self.finish(seq, "abort")
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Take a request out and give back everything it holds."""

@@ -26,6 +26,7 @@ class Sequence(CachedSequence):
 
     num_cached_tokens: prompt tokens served from the cache instead of computed.
     restored_boundary: the last boundary it resumed from; 0: never.
+    num_settled: generated tokens that are wholly taken in: text, stop rules and reports done.
     reuse_allowed: False after a failed restore: it is then prefilled in full on private blocks.
     """
 
@@ -40,6 +41,7 @@ class Sequence(CachedSequence):
     ) -> None:
         super().__init__(prompt_token_ids, namespace=namespace, multimodal_items=multimodal_items)
         self.request_id = request_id
+        self.prompt_token_ids = self.token_ids.tolist()
         self.sampling = sampling
         self.status = Status.WAITING
         self.finish_reason: str | None = None
@@ -56,6 +58,7 @@ class Sequence(CachedSequence):
         self.logprobs: list[dict[int, float]] = []
         self.logits: list[torch.Tensor] = []
         self.text = ""
+        self.num_settled = 0
         self.arrival_time = time.perf_counter()
         self.first_token_time: float | None = None
 
@@ -66,3 +69,9 @@ class Sequence(CachedSequence):
     @property
     def num_generated(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
+
+    def forget_unsettled_tokens(self) -> None:
+        """Drop tokens whose taking in was interrupted; they will be chosen again, alike."""
+        self.token_ids = self.token_ids[: self.num_prompt_tokens + self.num_settled]
+        del self.logprobs[self.num_settled :]
+        del self.logits[self.num_settled :]

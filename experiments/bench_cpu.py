@@ -1,15 +1,21 @@
 """How far is the engine from transformers, from a bare prefill, and from a plain copy, on this CPU?
 
 One run, one set of weights (the 0.8B shape with a small vocabulary, random, bfloat16), every figure
-a ratio of medians of alternating measurements. `python -m experiments.bench_cpu [--json FILE]`.
+a ratio of medians of alternating measurements. First the answers are compared, bit for bit, with
+those of an engine without caching.
+
+    python -m experiments.bench_cpu
+    python -m experiments.bench_cpu --prefix-tokens 1024 --repeats 5
+
+Exit status: 0, 1 if a bit differs, 2 for a refused option.
 """
 
 import argparse
+import copy
 import gc
+import os
 import random
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,38 +23,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cache.cached_sequence import CachedSequence
-from cache.composite_block_manager import CompositeBlockManager
-from cache.hashing import HashDomain
-from cache.kv_block_manager import KVBlockManager
-from cache.linear_state_block_manager import LinearStateBlockManager
 from cache.ops import LinearStateCacheOp
 from cache.state_pool import restore_linear_state_slots
 from engine import LLM, SamplingParams
-from engine.batch import ScheduledRow, build_inputs
-from engine.model import Qwen35Model
-from engine.sequence import Sequence
+from engine.model_config import ModelConfig
+from experiments.bare_model import BareModel
+from experiments.bench_bits import differences
+from experiments.host_work import host_work
 from experiments.make_model import make_model
-from experiments.results_io import write_json
+from experiments.options import count, thread_count
+from experiments.results_io import RESULTS, ROOT, write_json
+from experiments.timing import alternate
+from experiments.transformers_baseline import TransformersBaseline
 
 SUFFIX = 128
-ROOT = Path(__file__).resolve().parent
+BUILT_IN = ROOT / "build" / "models" / "bench-0.8b"
 GREEDY = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-
-
-def seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def alternate(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, measured in turn, so that a drift of the machine hits all alike."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            times[name].append(seconds(run))
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 class Bench:
@@ -64,10 +54,23 @@ class Bench:
             self.on.worker.model,
             type(self.on.config)(enable_prefix_caching=False, **sizes),
         )
-        self.hf = load_transformers(model_dir)
+        self.hf = TransformersBaseline(model_dir)
 
     def tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(256) for _ in range(count)]
+        """Ids drawn from the whole vocabulary."""
+        vocab_size = self.on.model_config.vocab_size
+        return [self.rng.randrange(vocab_size) for _ in range(count)]
+
+    def differences(self) -> list[str]:
+        """Where caching changes a bit of what is timed here; none if all is well."""
+        return differences(self.on, self.off, self.tokens, prefix=self.prefix, suffix=SUFFIX)
+
+    def warm_up(self) -> None:
+        """Pay for what only the first calls pay, in all three."""
+        prompt = self.tokens(64)
+        for llm in (self.on, self.off):
+            llm.generate([prompt], GREEDY)
+        self.hf.decode(self.hf.prefill(prompt), 1)
 
     def ttft(self, llm: LLM, prompt: list[int]) -> Callable[[], object]:
         return lambda: llm.generate([prompt], GREEDY)
@@ -77,12 +80,12 @@ class Bench:
     def cold_prefill(self) -> dict[str, float]:
         """A prompt that nobody has seen: engine (on, off) against transformers."""
         prompt = self.tokens(self.prefix + SUFFIX)
-        self.off.generate([prompt[:512]], GREEDY)
+        new = [self.tokens(len(prompt)) for _ in range(self.repeats)]
         times = alternate(
             {
                 "caching_off": self.ttft(self.off, prompt),
-                "caching_on": lambda: self.on.generate([self.tokens(self.prefix + SUFFIX)], GREEDY),
-                "transformers": lambda: self.hf_forward(prompt),
+                "caching_on": lambda: self.on.generate([new.pop()], GREEDY),
+                "transformers": lambda: self.hf.forward(prompt),
             },
             self.repeats,
         )
@@ -95,23 +98,23 @@ class Bench:
     def warm(self) -> dict[str, float]:
         """A served prefix and 128 new tokens; the same prompt again; bare prefills of 128 and of
         64 tokens at that depth; a hand-made cache copy in transformers."""
-        prefix = self.tokens(self.prefix)
-        self.on.generate([prefix + self.tokens(SUFFIX)], GREEDY)
+        depth, prefix, suffix = self.prefix, self.tokens(self.prefix), self.tokens(SUFFIX)
+        repeats = 5 * self.repeats
         again = prefix + self.tokens(SUFFIX)
-        self.on.generate([again], GREEDY)
-        depth = self.prefix
+        for prompt in (prefix + self.tokens(SUFFIX), again):
+            self.on.generate([prompt], GREEDY)
+        new = [prefix + self.tokens(SUFFIX) for _ in range(repeats)]
         bare = BareModel(self.on.worker.model, prefix + self.tokens(SUFFIX), depth)
-        hf_cache = self.hf_prefill(prefix)
-        suffix = self.tokens(SUFFIX)
+        hf_cache = self.hf.prefill(prefix)
         times = alternate(
             {
-                "shared_prefix": lambda: self.on.generate([prefix + self.tokens(SUFFIX)], GREEDY),
+                "shared_prefix": lambda: self.on.generate([new.pop()], GREEDY),
                 "bare_128": lambda: bare.prefill(depth, depth + 128),
                 "identical": self.ttft(self.on, again),
                 "bare_64": lambda: bare.prefill(depth + 64, depth + 128),
-                "transformers_copy": lambda: self.hf_resume(hf_cache, suffix),
+                "transformers_copy": lambda: self.hf.resume(hf_cache, suffix),
             },
-            5 * self.repeats,
+            repeats,
         )
         return {f"{name}_ms": 1e3 * t for name, t in times.items()} | {
             "shared_prefix_over_bare_128": times["shared_prefix"] / times["bare_128"],
@@ -123,12 +126,13 @@ class Bench:
         """Tokens a second of one sequence after a prompt of 512, in runs of 32."""
         prompt = self.tokens(512)
         longer = SamplingParams(temperature=0, max_tokens=33, ignore_eos=True)
-        cache = self.hf_prefill(prompt)
+        cache = self.hf.prefill(prompt)
+        caches = [copy.deepcopy(cache) for _ in range(self.repeats)]  # all runs start at 512
         times = alternate(
             {
                 "engine": lambda: self.on.generate([prompt], longer),
                 "engine_first": self.ttft(self.on, prompt),
-                "transformers": lambda: self.hf_decode(cache, 32),
+                "transformers": lambda: self.hf.decode(caches.pop(), 32),
             },
             self.repeats,
         )
@@ -159,134 +163,94 @@ class Bench:
             "restore_over_copy": times["restore"] / times["copy"],
         }
 
-    # ---- transformers
 
-    def hf_forward(self, prompt: list[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self.hf(torch.tensor([prompt]), logits_to_keep=1).logits
-
-    def hf_prefill(self, prompt: list[int]) -> object:
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=self.hf.config)
-        with torch.inference_mode():
-            self.hf(torch.tensor([prompt]), cache=cache, use_cache=True, logits_to_keep=1)
-        return cache
-
-    def hf_resume(self, cache: object, suffix: list[int]) -> torch.Tensor:
-        import copy
-
-        with torch.inference_mode():
-            mine = copy.deepcopy(cache)
-            ids = torch.tensor([suffix])
-            return self.hf(ids, cache=mine, use_cache=True, logits_to_keep=1).logits
-
-    def hf_decode(self, cache: object, num_tokens: int) -> None:
-        token = torch.tensor([[1]])
-        with torch.inference_mode():
-            for _ in range(num_tokens):
-                logits = self.hf(token, cache=cache, use_cache=True).logits
-                token = logits[:, -1:].argmax(-1)
+# ---- command line
 
 
-class BareModel:
-    """The model alone: no scheduler, no cache, one sequence in slot 1 up to each wanted depth."""
-
-    def __init__(self, model: Qwen35Model, prompt: list[int], depth: int) -> None:
-        self.model, self.block_size = model, 64
-        num_blocks = len(prompt) // 64 + 2
-        self.pools = model.make_pools(4, num_blocks, self.block_size)
-        self.seq = Sequence("bare", prompt, GREEDY)
-        self.seq.block_table = list(range(1, num_blocks))
-        self.slots = {depth: 1, depth + 64: 2}
-        for reached, slot in self.slots.items():
-            for start in range(0, reached, 512):
-                end = min(reached, start + 512)
-                self._run(start, end, -1 if start == 0 else slot, slot)
-
-    def prefill(self, start: int, end: int) -> torch.Tensor:
-        return self._run(start, end, self.slots[start], 3)
-
-    @torch.inference_mode()
-    def _run(self, start: int, end: int, read: int, write: int) -> torch.Tensor:
-        row = ScheduledRow(self.seq, start, end, LinearStateCacheOp(write))
-        inputs = build_inputs([row], [read], block_size=self.block_size)
-        return self.model.forward(inputs, *self.pools)
-
-
-def load_transformers(model_dir: Path) -> object:
-    sys.modules.setdefault("fla", None)  # its kernels need a GPU, and transformers would take them
-    from transformers import Qwen3_5ForCausalLM
-
-    return Qwen3_5ForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
-
-
-def host_work(num_tokens: int = 32_768, stride: int = 64) -> dict[str, float]:
-    """Hash, match and allocate for a long prompt: all of it, then stride by stride."""
-    kv = KVBlockManager(num_tokens // stride + 2, HashDomain("kv", stride))
-    linear = LinearStateBlockManager(
-        256, HashDomain("linear", stride), checkpoint_every=512, max_num_seqs=16
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    """Options. Bad ones exit with status 2."""
+    parser = argparse.ArgumentParser(
+        prog="bench_cpu", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
-    manager = CompositeBlockManager(kv, linear, chunk_stride=stride, enable_prefix_caching=True)
-    seq = CachedSequence(random.Random(0).randrange(8192) for _ in range(num_tokens))
+    parser.add_argument("--model", type=Path, help="model directory (else 0.8B shape, random)")
+    parser.add_argument(
+        "--prefix-tokens", type=count, default=4096, help="shared, a multiple of 64 (%(default)s)"
+    )
+    parser.add_argument("--repeats", type=count, default=3, help="of each figure (%(default)s)")
+    parser.add_argument("--threads", type=thread_count, help="of torch (2, or all if fewer)")
+    parser.add_argument(
+        "--json", type=Path, default=RESULTS / "bench_cpu.json", help="results file (%(default)s)"
+    )
+    options = parser.parse_args(argv)
+    options.threads = options.threads or min(2, os.cpu_count() or 1)
+    if options.prefix_tokens % 64:
+        parser.error(f"--prefix-tokens {options.prefix_tokens}: must be a multiple of 64")
+    options.model = options.model or BUILT_IN
+    try:
+        if options.model == BUILT_IN and not BUILT_IN.exists():
+            make_model(BUILT_IN, like="0.8b", vocab=8192, show_progress=True)
+        options.model_config = ModelConfig.from_directory(options.model)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    longest = max(options.prefix_tokens + SUFFIX + 1, 512 + 33)
+    if longest > (limit := options.model_config.max_position_embeddings):
+        parser.error(f"{longest} tokens are needed; the model has {limit} positions")
+    return options
 
-    def advance() -> None:
-        match = manager.match(seq)
-        end = seq.num_computed_tokens + stride
-        assert manager.allocate(seq, match, end)
-        manager.plan_saves(seq, match, end)
-        manager.commit(seq, end)
 
-    first = seconds(advance)
-    later = [seconds(advance) for _ in range(num_tokens // stride - 1)]
-    again = CachedSequence(seq.token_ids)
-
-    def hit() -> None:
-        match = manager.match(again)
-        assert match.boundary == num_tokens - stride
-        assert manager.allocate(again, match, num_tokens)
-
-    manager.release(seq)
+def settings(options: argparse.Namespace, bench: Bench) -> dict[str, object]:
+    """What was measured, for the results file."""
+    model = options.model_config
     return {
-        "first_ms": 1e3 * first,
-        "further_stride_median_ms": 1e3 * statistics.median(later),
-        "further_stride_max_ms": 1e3 * max(later),
-        "full_hit_ms": 1e3 * seconds(hit),
+        "repeats": options.repeats,
+        "prefix_tokens": options.prefix_tokens,
+        "model": {
+            "name": options.model.resolve().name,
+            "num_hidden_layers": model.num_hidden_layers,
+            "hidden_size": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "dtype": str(bench.on.worker.model.dtype).removeprefix("torch."),
+        },
+        "baseline": bench.hf.description,
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=ROOT.parent / "build/models/bench-0.8b")
-    parser.add_argument("--prefix-tokens", type=int, default=4096, help="a multiple of 64")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, default=ROOT / "results/bench_cpu.json")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    console = Console()
-    if not args.model.exists():
-        make_model(args.model, like="0.8b", vocab=8192)
-    if args.prefix_tokens < 64 or args.prefix_tokens % 64:
-        parser.error(f"--prefix-tokens {args.prefix_tokens}: must be a positive multiple of 64")
-    bench = Bench(args.model, args.repeats, args.prefix_tokens)
-    gc.freeze()
+def measure(bench: Bench, console: Console) -> dict[str, dict[str, float]]:
+    """All figures, each table printed when it is there."""
     results: dict[str, dict[str, float]] = {}
-    parts = (bench.cold_prefill, bench.warm, bench.decode, bench.restore, host_work)
-    for part in parts:
+    for part in (bench.cold_prefill, bench.warm, bench.decode, bench.restore, host_work):
         with console.status(f"{part.__name__}: {part.__doc__.splitlines()[0]}"):
             results[part.__name__] = part()
         table = Table(title=part.__name__, show_header=False)
         for name, value in results[part.__name__].items():
             table.add_row(name, f"{value:.3g}")
         console.print(table)
-    settings = {"repeats": args.repeats, "prefix_tokens": args.prefix_tokens}
-    write_json(args.json, {**settings, **results})
+    return results
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status: 1, and no figures, if caching changes a bit."""
+    options = parse_options(argv)
+    torch.set_num_threads(options.threads)
+    console = Console()
+    bench = Bench(options.model, options.repeats, options.prefix_tokens)
+    with console.status("bits: the same with caching on and off?"):
+        found = bench.differences()
+    content = settings(options, bench) | {"bits_equal": not found}
+    if found:
+        write_json(options.json, content | {"differences": found})
+        print("\n".join(["FAILED: caching changes the answers", *found]), file=sys.stderr)
+        return 1
+    bench.warm_up()
+    gc.freeze()
+    results = measure(bench, console)
+    write_json(options.json, content | results)
     cold, warm = results["cold_prefill"], results["warm"]
     console.print(
         f"Cold prefill runs at {cold['speedup_over_transformers']:.2f} times transformers; "
-        f"a request that shares {args.prefix_tokens} tokens costs "
-        f"{warm['shared_prefix_over_bare_128']:.2f} bare prefills of its 128 new ones."
+        f"a request that shares {options.prefix_tokens} tokens costs "
+        f"{warm['shared_prefix_over_bare_128']:.2f} bare prefills of its 128 new ones. "
+        "The logits are those of an engine without caching, bit for bit."
     )
     return 0
 

@@ -37,11 +37,22 @@ def memory_bytes() -> int:
 
 def commit() -> str | None:
     """The checked-out commit, "+changes" after it if a tracked file outside results/ differs."""
-    revision = _git("rev-parse", "HEAD")
+    revision = git("rev-parse", "HEAD")
     if revision is None:
         return None
-    changed = _git("status", "--porcelain", "-uno", "--", ".", ":!experiments/results")
+    changed = git("status", "--porcelain", "-uno", "--", ".", ":!experiments/results")
     return revision + ("+changes" if changed else "")
+
+
+def git(*arguments: str) -> str | None:
+    """Output of a git command on this repository; None without git or outside a repository."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -60,14 +71,3 @@ def _cpu_model() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown"
-
-
-def _git(*arguments: str) -> str | None:
-    """Output of a git command on this repository; None without git or outside a repository."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -26,6 +26,7 @@ from engine.config import Restore
 from engine.model_config import ModelConfig
 from experiments.cold_and_warm import WARM_UP_TOKENS, Advance, Measured, failures, measure
 from experiments.make_model import builtin_model_dir
+from experiments.options import count, thread_count
 from experiments.results_io import RESULTS, memory_bytes, write_json
 from experiments.shared_prompts import shared_prompts
 from experiments.warm_start_report import (
@@ -132,13 +133,13 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         prog="warm_start", description=(__doc__ or "").split("\n", 1)[0], allow_abbrev=False
     )
     parser.add_argument("--model", type=Path, help="model directory (built-in: small and random)")
-    parser.add_argument("--prefix-tokens", type=_count, default=4000, help="of the document")
-    parser.add_argument("--suffix-tokens", type=_count, default=160, help="of each question")
-    parser.add_argument("--questions", type=_count, default=4)
-    parser.add_argument("--max-tokens", type=_count, default=8, help="new tokens of each answer")
-    parser.add_argument("--checkpoint-every", type=_count, default=512, help="tokens")
+    parser.add_argument("--prefix-tokens", type=count, default=4000, help="of the document")
+    parser.add_argument("--suffix-tokens", type=count, default=160, help="of each question")
+    parser.add_argument("--questions", type=count, default=4)
+    parser.add_argument("--max-tokens", type=count, default=8, help="new tokens of each answer")
+    parser.add_argument("--checkpoint-every", type=count, default=512, help="tokens")
     parser.add_argument("--restore", choices=get_args(Restore), default="redirect")
-    parser.add_argument("--threads", type=_count, default=1, help="of torch")
+    parser.add_argument("--threads", type=thread_count, default=1, help="of torch")
     parser.add_argument("--json", type=Path, default=RESULTS / "warm_start.json", help="results")
     options = parser.parse_args(argv)
     try:
@@ -149,13 +150,6 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return options
-
-
-def _count(text: str) -> int:
-    value = int(text) if text.lstrip("-").isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected an integer of at least 1")
-    return value
 
 
 def _engine_config(options: argparse.Namespace) -> EngineConfig:

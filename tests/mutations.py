@@ -14,7 +14,6 @@ A mutant file mirrors the file that it breaks. Its entries are separated by blan
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
@@ -24,6 +23,9 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+
+from experiments.options import count
+from experiments.results_io import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 MUTANTS = ROOT / "tests" / "mutants"
@@ -122,7 +124,7 @@ class Lean:
 
 
 def _run_tests(copy: Path, tests: list[str], verdict: Path) -> None:
-    """Writes what failed, or nothing. Runs in a fork that has torch loaded, but nothing of ours."""
+    """Writes what failed, or nothing. Runs in a fork that has torch, but no tested code."""
     import pytest
 
     os.chdir(copy)
@@ -218,9 +220,12 @@ def run_all(mutations: list[Mutation], copies: Copies, report) -> list[dict]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--jobs", type=int, default=1, help="mutations at once")
+    parser.add_argument("--jobs", type=count, default=1, help="mutations at once")
     parser.add_argument("--only", default="", help="those whose 'file name' contains these words")
     options = parser.parse_args(arguments)
+    mutations = [m for m in read_mutations() if options.only in f"{m.file} {m.name}"]
+    if not mutations:
+        parser.error(f"--only {options.only!r}: no mutation has these words in its 'file name'")
     import hypothesis  # noqa: F401 (loaded once, before the forks)
     import pytest  # noqa: F401
     import torch
@@ -229,11 +234,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     torch.set_num_threads(1)
     console = Console()
-    mutations = [m for m in read_mutations() if options.only in f"{m.file} {m.name}"]
     for mutation in mutations:
         mutation.apply((ROOT / mutation.file).read_text())
     with tempfile.TemporaryDirectory() as folder, Progress(console=console) as progress:
-        copies = Copies(Path(folder), max(1, options.jobs))
+        copies = Copies(Path(folder), options.jobs)
         baseline = Run(copies.idle[0], None)
         baseline.process.join(TIMEOUT_S)
         if failed := baseline.finish():
@@ -248,8 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         results = run_all(mutations, copies, report)
     if not options.only:
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        write_json(RESULTS, {"mutations": results})
     survived = [r for r in results if not r["killed"] and not r["explanation"]]
     console.print(f"{len(results) - len(survived)} of {len(results)} killed or explained")
     return 1 if survived else 0

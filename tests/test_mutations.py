@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.mutations import MUTANTS, ROOT, Mutation, ordered_tests, read_mutations
+from tests.mutations import MUTANTS, ROOT, Mutation, main, ordered_tests, read_mutations
 
 MUTATIONS = read_mutations()
 NAMES = [f"{mutation.file}: {mutation.name}" for mutation in MUTATIONS]
@@ -41,3 +41,16 @@ def test_the_tests_that_are_run_are_there_and_those_of_the_file_come_first():
     assert all((ROOT / test).is_file() for test in tests)
     cache_tests = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/cache/test_*.py")}
     assert cache_tests <= set(tests)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--jobs", "0"], "argument --jobs: '0'; expected an integer of at least 1"),
+        (["--only", "no such name"], "--only 'no such name': no mutation has these words"),
+    ],
+)
+def test_options_that_leave_nothing_to_do_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(options)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err

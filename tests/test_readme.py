@@ -24,9 +24,21 @@ def test_every_path_the_readme_names_exists():
         assert (ROOT / name).exists(), name
 
 
+def states(text: str, figure: str) -> bool:
+    """Whether the figure stands in the text, and not as a part of a longer one."""
+    return bool(re.search(rf"(?<![\w.])(?<!\d,){re.escape(figure)}(?!\w|[.,]\d)", text))
+
+
 @pytest.mark.parametrize("name", sorted(claims()))
 def test_every_number_is_the_one_in_the_results(name):
-    assert claims()[name] in README
+    assert states(README, claims()[name]), claims()[name]
+
+
+def test_a_part_of_a_longer_number_is_another_number():
+    for text in ("357 ms", "takes 357, not", "**357**", "at 357."):
+        assert states(text, "357"), text
+    for text in ("1357", "3570", "357.5", "0.357", "1,357", "357,000", "357x"):
+        assert not states(text, "357"), text
 
 
 def test_every_target_the_readme_names_is_in_the_makefile():

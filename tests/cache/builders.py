@@ -31,8 +31,11 @@ def sequence(token_ids: Iterable[int], *, salt: str = "") -> CachedSequence:
     return CachedSequence(token_ids, namespace=Namespace(cache_salt=salt))
 
 
-def kv_leaf(num_blocks: int = 64, *, block_size: int = BLOCK) -> KVBlockManager:
-    return KVBlockManager(num_blocks, HashDomain("kv", block_size))
+def kv_leaf(
+    num_blocks: int = 64, *, block_size: int = BLOCK, stride: int | None = None
+) -> KVBlockManager:
+    domain = HashDomain("kv", block_size)
+    return KVBlockManager(num_blocks, domain, chunk_stride=stride or block_size)
 
 
 def linear_leaf(
@@ -69,9 +72,8 @@ def composite(
             num_slots, stride=stride, every=every, max_num_seqs=max_num_seqs, caching=caching
         )
     return CompositeBlockManager(
-        kv_leaf(num_blocks, block_size=block_size),
+        kv_leaf(num_blocks, block_size=block_size, stride=stride),
         linear,
-        chunk_stride=stride,
         enable_prefix_caching=caching,
     )
 

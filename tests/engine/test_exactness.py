@@ -35,6 +35,7 @@ def run(llm, prompt, max_tokens=3, **options):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("suffix", [1, 2, 3, 4, 63, 64, 65])
 def test_any_number_of_tokens_after_a_hit_gives_the_bits_of_a_cold_run(kind, restore, suffix):
+    """traps 7 and 8: window and state of one token, as wide as they were."""
     llm = make_engine(kind, restore=restore, checkpoint_every=64, **POOLS)
     run(llm, fork(128, 80, branch=1))
     output = run(llm, fork(128, suffix, branch=2))
@@ -80,6 +81,7 @@ def test_every_token_budget_gives_the_same_bits(budget):
 @pytest.mark.parametrize("restore", ["copy", "redirect"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_among_31_others_gives_the_bits_it_gives_alone(kind, restore):
+    """trap 34: output depends on what else is in the batch."""
     llm = make_engine(
         kind, restore=restore, max_num_seqs=32, max_num_batched_tokens=320, num_slots=48,
         num_blocks=200,
@@ -185,7 +187,10 @@ def test_caching_off_gives_the_bits_of_caching_on(kind):
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_the_next_turn_of_a_conversation_gives_the_bits_of_a_cold_run(kind):
-    """Turn n + 1 is turn n, its answer and a question; answers cross the grid while decoding."""
+    """Turn n + 1 is turn n, its answer and a question; answers cross the grid while decoding.
+
+    trap 30: the answer is prefilled again; each turn resumes at the last boundary of a prompt.
+    """
     llm = make_engine(kind, **POOLS)
     prompt = tokens(7, 100)
     boundaries = []

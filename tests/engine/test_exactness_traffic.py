@@ -129,6 +129,7 @@ def test_copy_and_redirect_agree_in_bits_and_bookkeeping(requests, config):
 @settings(max_examples=8)
 @given(st.lists(st.tuples(prompts(), st.integers(0, 8)), min_size=6, max_size=31), st.data())
 def test_a_request_gives_the_same_bits_alone_and_among_up_to_31_others(others, data):
+    """trap 34: output depends on what else is in the batch."""
     config = {"max_num_seqs": 32, "num_slots": 50, "num_blocks": 400}
     config["max_num_batched_tokens"] = data.draw(st.integers(64, 2048))
     ours = Arrival(data.draw(prompts()), MAX_TOKENS, data.draw(st.integers(0, 4)))

@@ -257,6 +257,7 @@ def test_an_abort_during_a_step_that_fails_ends_the_request(monkeypatch):
     monkeypatch.setattr(llm.worker.model, "forward", aborting)
     with pytest.raises(RuntimeError):
         llm.step()
+    assert llm.abort("a").finish_reason == "abort"
     assert llm.abort("a") is None
     outputs = finish(llm)
     assert outputs.keys() == {"b"}

@@ -54,13 +54,51 @@ def test_a_prompt_that_is_not_text_or_ids_of_the_vocabulary_is_refused(serving, 
     assert_refused(serving, prompt, message)
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [np.array([1, 2, 3]), [np.int64(1)], torch.tensor([1, 2])],
-    ids=["array", "id", "tensor"],
-)
-def test_numpy_and_torch_integers_are_refused_by_position(serving, prompt):
-    assert_refused(serving, prompt, "at position 0 is not an id")
+@pytest.mark.parametrize("prompt", [np.array([1, 2, 3]), torch.tensor([1, 2, 3]), range(1, 4)])
+def test_arrays_tensors_and_ranges_of_ids_are_prompts(serving, prompt):
+    [expected] = serving.generate([1, 2, 3], GREEDY)
+    [output] = serving.generate(prompt, GREEDY)
+    assert output.prompt_token_ids == [1, 2, 3] and output.token_ids == expected.token_ids
+    [output] = serving.generate([prompt], GREEDY)
+    assert output.token_ids == expected.token_ids
+
+
+def test_a_numpy_integer_in_a_list_is_refused_by_position(serving):
+    assert_refused(serving, [np.int64(1)], "at position 0 is not an id")
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {1, 2}, {1: 2}, b"ab", np.array(3), iter([1])])
+def test_what_has_no_order_is_no_prompt(serving, prompts):
+    with pytest.raises(ValueError, match="text"):
+        serving.generate(prompts)
+    with pytest.raises(ValueError, match="text"):
+        serving.add_request(prompts)
+    assert not serving.has_unfinished()
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, 0, "greedy", [GREEDY, None, 3]])
+def test_sampling_params_of_another_type_are_refused(serving, params):
+    with pytest.raises(ValueError, match="sampling_params"):
+        serving.generate([[1], [1], [1]], params)
+
+
+@pytest.mark.parametrize("salt", ["\ud800", None, 3, b"a"])
+@pytest.mark.parametrize("name", ["cache_salt", "adapter_id"])
+def test_a_salt_that_is_no_text_is_refused_when_it_is_added(serving, name, salt):
+    with pytest.raises(ValueError, match=name):
+        serving.add_request([1] * 70, GREEDY, **{name: salt})
+    assert not serving.has_unfinished()
+
+
+@pytest.mark.parametrize("model", [None, 5, b"dir"])
+def test_a_model_that_is_no_path_is_refused(model):
+    with pytest.raises(ValueError, match="model must be a directory"):
+        LLM(model)
+
+
+def test_a_length_beyond_the_model_is_refused():
+    with pytest.raises(ValueError, match=r"max_model_len=1000000: the model ends at \d+"):
+        LLM(directory(), max_model_len=1_000_000)
 
 
 def test_a_prompt_that_the_pool_can_never_hold_is_refused_with_the_numbers(serving):

@@ -164,9 +164,15 @@ def test_a_draw_is_a_function_of_seed_and_length_and_not_of_earlier_draws():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_logits_give_no_token(temperature):
-    logits = torch.tensor([1.0, math.nan, 3.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_numbers_give_no_token(temperature, bad):
+    logits = torch.tensor([1.0, bad, 3.0])
     assert sample(sequence(temperature=temperature), logits) is None
+
+
+def test_a_masked_token_is_never_drawn():
+    logits = torch.tensor([0.0, -math.inf, 0.0])
+    assert {token(sequence(seed=seed), logits) for seed in range(40)} == {0, 2}
 
 
 @pytest.mark.parametrize(
@@ -175,6 +181,15 @@ def test_nan_logits_give_no_token(temperature):
         ("temperature", -0.1),
         ("temperature", math.inf),
         ("temperature", math.nan),
+        ("temperature", 1 << 2000),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("ignore_eos", "no"),
+        ("stop", 5),
+        ("stop", b"ab"),
+        ("stop_token_ids", "ab"),
+        ("stop_token_ids", ([1],)),
+        ("stop_token_ids", (-1,)),
         ("top_k", -1),
         ("top_k", 1.5),
         ("top_k", True),

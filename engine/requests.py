@@ -1,0 +1,59 @@
+"""What a caller may ask for: every check of a request, made before anything is queued."""
+
+from collections.abc import Sequence as Seq
+
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+
+Prompt = str | Seq[int]
+
+
+def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+    """The ids of a prompt. ValueError for no tokens, no tokenizer, or an id off the vocabulary."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("the model has no tokenizer.json: give token ids, not text")
+        token_ids = tokenizer.encode(prompt)
+    else:
+        token_ids = _as_list(prompt, "a prompt is text or a list of token ids")
+    if not token_ids:
+        raise ValueError("the prompt is empty: at least one token is needed")
+    for position, token_id in enumerate(token_ids):
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"token {token_id!r} at position {position} is not an id in [0, {vocab_size})"
+            )
+    return token_ids
+
+
+def check_text(name: str, value: object) -> None:
+    """ValueError unless value is a string that UTF-8 can hold."""
+    surrogates = isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value)
+    if not isinstance(value, str) or surrogates:
+        raise ValueError(f"{name}={value!r}: must be a string that UTF-8 can hold")
+
+
+def _as_list(value: object, expected: str) -> list:
+    """A list, tuple, range, array or tensor as a list; ValueError for what has no order."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, Seq) or isinstance(value, str | bytes | bytearray):
+        raise ValueError(f"{expected}, got {type(value).__name__}")
+    return list(value)
+
+
+def as_batch(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    batch = _as_list(prompts, "prompts are text, a list of token ids, or a list of these")
+    return [batch] if batch and isinstance(batch[0], int) else batch
+
+
+def as_sampling_params(params: object) -> SamplingParams:
+    """The defaults for None; ValueError for anything else that is no SamplingParams."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+    return params

@@ -1,0 +1,135 @@
+"""An interrupt or an error at any line of a step: nothing is lost or leaks, no token changes."""
+
+import sys
+
+import pytest
+
+from engine import LLM, EngineConfig, SamplingParams
+from tests.oracle import OracleModel, expected_output
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+PROMPTS = [[7] * 200, [7] * 130 + [3] * 40, [2] * 66]
+ENGINE_FILES = ("/engine/", "/cache/")
+
+
+def engine(**options):
+    config = {"num_slots": 12, "num_blocks": 40, "max_num_seqs": 3, "checkpoint_every": 64}
+    return LLM.from_model(OracleModel(), EngineConfig(**(config | options)))
+
+
+def start(llm):
+    for i, prompt in enumerate(PROMPTS):
+        llm.add_request(prompt, GREEDY, request_id=str(i))
+
+
+def finish(llm):
+    done = {}
+    for _ in range(200):
+        for output in llm.step():
+            if output.finished:
+                done[output.request_id] = output.token_ids
+        llm.scheduler.check()
+        if not llm.has_unfinished() and not llm._requests:
+            return done
+    raise AssertionError("no progress")
+
+
+EXPECTED = {str(i): expected_output(prompt, 4) for i, prompt in enumerate(PROMPTS)}
+
+
+def interrupt_at(llm, event_number):
+    """Run one step that is interrupted at the nth line of the engine; False if it has fewer."""
+    seen = 0
+
+    def trace(frame, event, arg):
+        nonlocal seen
+        if not any(part in frame.f_code.co_filename for part in ENGINE_FILES):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == event_number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        llm.step()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+def test_an_interrupt_at_any_line_of_a_step_changes_no_token_and_leaks_nothing(steps_before):
+    number, stride = 1, 3
+    while True:
+        llm = engine(max_num_batched_tokens=192)
+        start(llm)
+        done = {}
+        for _ in range(steps_before):
+            done |= {o.request_id: o.token_ids for o in llm.step() if o.finished}
+        if not interrupt_at(llm, number):
+            break
+        done |= finish(llm)
+        assert done == EXPECTED, f"interrupted at line event {number}"
+        stats = llm.stats()
+        assert stats.blocks_in_use == stats.slots_live == 0
+        number += stride
+    assert number > 100
+
+
+def test_a_schedule_that_raises_leaves_nothing_half_applied(monkeypatch):
+    llm = engine()
+    start(llm)
+    admit = llm.scheduler._admit
+
+    def failing(*args):
+        admit(*args)
+        monkeypatch.setattr(llm.scheduler, "_admit", admit)
+        raise RuntimeError("after the rows were laid out")
+
+    monkeypatch.setattr(llm.scheduler, "_admit", failing)
+    with pytest.raises(RuntimeError):
+        llm.step()
+    llm.scheduler.check()
+    assert finish(llm) == EXPECTED
+
+
+def test_a_request_that_ended_in_an_interrupted_step_is_still_told(monkeypatch):
+    llm = engine()
+    llm.add_request([1] * 20, SamplingParams(temperature=0.0, max_tokens=1), request_id="short")
+    outputs = llm._outputs
+
+    def interrupted(rows):
+        monkeypatch.setattr(llm, "_outputs", outputs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm, "_outputs", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    [output] = llm.step()
+    assert output.finished and output.token_ids == expected_output([1] * 20, 1)
+
+
+class InfiniteLogits(OracleModel):
+    """Gives +inf at position 6 of any request."""
+
+    def forward(self, inputs, pool, kv_cache):
+        logits = super().forward(inputs, pool, kv_cache)
+        for i, row in enumerate(inputs.logit_rows.tolist()):
+            if inputs.positions[row] == 6:
+                logits[i, 5] = float("inf")
+        return logits
+
+
+def test_infinite_logits_end_only_their_request():
+    config = EngineConfig(num_slots=20, num_blocks=200)
+    llm = LLM.from_model(InfiniteLogits(), config)
+    llm.add_request([1] * 7, SamplingParams(temperature=1.0), request_id="bad")
+    llm.add_request([2] * 20, GREEDY, request_id="good")
+    done = {o.request_id: o for _ in range(10) for o in llm.step() if o.finished}
+    assert done["bad"].finish_reason == "error"
+    assert done["good"].token_ids == expected_output([2] * 20, 4)
