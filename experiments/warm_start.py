@@ -135,10 +135,12 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="model directory (built-in: small and random)")
     parser.add_argument("--prefix-tokens", type=count, default=4000, help="of the document")
     parser.add_argument("--suffix-tokens", type=count, default=160, help="of each question")
-    parser.add_argument("--questions", type=count, default=4)
+    parser.add_argument("--questions", type=count, default=4, help="on the document")
     parser.add_argument("--max-tokens", type=count, default=8, help="new tokens of each answer")
     parser.add_argument("--checkpoint-every", type=count, default=512, help="tokens")
-    parser.add_argument("--restore", choices=get_args(Restore), default="redirect")
+    parser.add_argument(
+        "--restore", choices=get_args(Restore), default="redirect", help="read, or copied first"
+    )
     parser.add_argument("--threads", type=thread_count, default=1, help="of torch")
     parser.add_argument("--json", type=Path, default=RESULTS / "warm_start.json", help="results")
     options = parser.parse_args(argv)
