@@ -120,7 +120,8 @@ def pool_sizes(
     block_bytes = config.block_size * kv_bytes_per_token
     live_slots = config.max_num_seqs + 1
     left = config.memory_budget_bytes
-    left -= slot_bytes * (config.num_slots if config.num_slots is not None else live_slots)
+    fixed_slots = config.num_slots if config.num_slots is not None else live_slots
+    left -= slot_bytes * fixed_slots
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
         left -= num_blocks * block_bytes
@@ -134,7 +135,7 @@ def pool_sizes(
         if num_blocks < min(config.chunk_stride // config.block_size, longest) + 1:
             raise ValueError(
                 f"memory_budget_bytes={config.memory_budget_bytes} holds no stride of K/V beside "
-                f"{live_slots} slots of {slot_bytes} bytes: raise it, lower max_num_seqs="
+                f"{fixed_slots} slots of {slot_bytes} bytes: raise it, lower max_num_seqs="
                 f"{config.max_num_seqs}, or give num_slots and num_blocks"
             )
         left -= num_blocks * block_bytes

@@ -80,6 +80,7 @@ class LLM:
             kv_bytes_per_token=self.model_config.kv_bytes_per_token(model.dtype.itemsize),
             max_model_len=self.max_model_len,
         )
+        self.worker = Worker(model, config, num_slots=num_slots, num_blocks=num_blocks)
         caching, seed = config.enable_prefix_caching, config.hash_seed
         linear = None
         if shape is not None:
@@ -100,7 +101,6 @@ class LLM:
             enable_prefix_caching=caching,
         )
         self.scheduler = Scheduler(config, self.manager)
-        self.worker = Worker(model, config, num_slots=num_slots, num_blocks=num_blocks)
         self._requests: dict[str, Sequence] = {}
         self._detokenizers: dict[str, Detokenizer] = {}
 

@@ -7,7 +7,7 @@ field, the value and what is accepted.
 """
 
 import json
-import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +20,9 @@ from engine.weight_files import weights_digest
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 WEIGHTS_DTYPES = ("float32", "bfloat16", "float16")
+
+MAX_POSITIONS = 1 << 24
+"""The rotary table has a row for each position."""
 
 _SIZES = (
     "vocab_size",
@@ -73,6 +76,9 @@ class ModelConfig:
         for field in _SIZES:
             value = getattr(self, field)
             _require(_is_int(value) and value > 0, field, value, "a positive integer")
+        accepted = f"at most {MAX_POSITIONS}"
+        positions = self.max_position_embeddings
+        _require(positions <= MAX_POSITIONS, "max_position_embeddings", positions, accepted)
         for field in ("rms_norm_eps", "rope_theta"):
             _require_positive_number(field, getattr(self, field))
         _require(
@@ -196,7 +202,8 @@ def _require(ok: bool, field: str, value: object, accepted: str) -> None:
 
 def _require_positive_number(field: str, value: object) -> None:
     ok = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(ok and math.isfinite(value) and value > 0, field, value, "a positive number")  # type: ignore[arg-type, operator]
+    ok = ok and 0 < value <= sys.float_info.max  # type: ignore[operator]
+    _require(ok, field, value, "a positive number")
 
 
 @contextmanager

@@ -54,7 +54,14 @@ class Worker:
     ) -> None:
         self.model = model
         self.config = config
-        self.state_pool, self.kv_cache = model.make_pools(num_slots, num_blocks, config.block_size)
+        try:
+            pools = model.make_pools(num_slots, num_blocks, config.block_size)
+        except (RuntimeError, MemoryError) as error:  # what torch raises when an allocation fails
+            raise ValueError(
+                f"no memory for num_slots={num_slots} and num_blocks={num_blocks} of "
+                f"{config.block_size} tokens: {error}"
+            ) from error
+        self.state_pool, self.kv_cache = pools
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:

@@ -56,7 +56,7 @@ ENGINE_TESTS = [
     "tests/engine/test_scheduler.py",
     "tests/engine/test_scheduler_stateful.py",
 ]
-SLOW_TESTS = ["tests/engine/test_integer_oracle.py"]
+SLOW_TESTS = ["tests/engine/test_interrupts.py", "tests/engine/test_integer_oracle.py"]
 
 
 @dataclass(frozen=True)

@@ -207,3 +207,15 @@ def test_a_budget_that_holds_no_stride_is_refused_with_the_numbers():
 def test_a_directory_without_a_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json: no such file"):
         LLM(tmp_path)
+
+
+@pytest.mark.parametrize(("slots", "blocks"), [(1 << 40, 10), (20, 1 << 50)])
+def test_pools_that_no_machine_can_hold_are_refused_by_size(slots, blocks):
+    message = f"no memory for num_slots={slots} and num_blocks={blocks} of 64 tokens"
+    with pytest.raises(ValueError, match=message):
+        LLM(directory(), num_slots=slots, num_blocks=blocks)
+
+
+def test_slots_that_the_budget_does_not_hold_are_refused_with_their_number():
+    with pytest.raises(ValueError, match=f"beside {1 << 40} slots"):
+        LLM(directory(), num_slots=1 << 40)

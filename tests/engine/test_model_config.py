@@ -226,13 +226,20 @@ def test_a_size_that_is_no_positive_integer_is_refused(tmp_path, field, value):
     assert f"config.json: {field} is {value!r}; expected a positive integer" in message
 
 
-@pytest.mark.parametrize("value", [0, -1e-6, "1e-6", None, True, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "value", [0, -1e-6, "1e-6", None, True, float("nan"), float("inf"), 10**400]
+)
 @pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta"])
 def test_a_rate_that_is_no_positive_number_is_refused(tmp_path, field, value):
     rope = {"rope_parameters": {"rope_theta": value}} if field == "rope_theta" else {field: value}
     with pytest.raises(ValueError) as error:
         read(tmp_path, changed(TEXT, rope))
     assert f"config.json: {field} is {value!r}; expected a positive number" in str(error.value)
+
+
+def test_more_positions_than_the_rotary_table_may_hold_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"max_position_embeddings is 10000000000000; expected at"):
+        read(tmp_path, changed(TEXT, {"max_position_embeddings": 10**13}))
 
 
 UNSUPPORTED = [
