@@ -14,6 +14,7 @@ from cache.composite_block_manager import CompositeBlockManager
 from cache.hashing import HashDomain, Namespace
 from cache.kv_block_manager import KVBlockManager
 from cache.linear_state_block_manager import LinearStateBlockManager
+from engine.answer_text import AnswerText
 from engine.batch import ScheduledRow
 from engine.config import EngineConfig, pool_sizes
 from engine.model import Qwen35Model
@@ -30,7 +31,7 @@ from engine.sampler import Choice, sample
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.tokenizer import Detokenizer, Tokenizer
+from engine.tokenizer import Tokenizer
 from engine.weights import read_weights
 from engine.worker import Model, Worker
 
@@ -102,7 +103,6 @@ class LLM:
         )
         self.scheduler = Scheduler(config, self.manager)
         self._requests: dict[str, Sequence] = {}
-        self._detokenizers: dict[str, Detokenizer] = {}
 
     # ---- the loop
 
@@ -158,11 +158,7 @@ class LLM:
         unfinished = [seq for seq in self._requests.values() if seq.finish_reason is None]
         for seq in unfinished:
             seq.forget_unsettled_tokens()
-            if self.tokenizer is not None:
-                self._detokenizers[seq.request_id] = self._detokenizer()
-                seq.text = ""
-                for token_id in seq.generated_token_ids:
-                    self._extend_text(seq, token_id, last=False)
+            seq.answer.restart(seq.generated_token_ids)
         self.scheduler.start_over(unfinished)
 
     def _append(self, seq: Sequence, choice: Choice) -> None:
@@ -177,33 +173,14 @@ class LLM:
             seq.logits.append(choice.logits)
         stops = seq.sampling.stops_at(token_id, self.model_config.eos_token_ids)
         full = seq.num_generated >= seq.sampling.max_tokens or seq.num_tokens >= self.max_model_len
-        if self._extend_text(seq, token_id, last=stops or full) or stops:
+        if seq.answer.append(token_id, last=stops or full) or stops:
             self.scheduler.finish(seq, "stop")
         elif full:
             self.scheduler.finish(seq, "length")
         seq.num_settled = seq.num_generated
 
-    def _extend_text(self, seq: Sequence, token_id: int, *, last: bool) -> bool:
-        """Decode one more token; True, and the text cut, if a stop string has appeared."""
-        detokenizer = self._detokenizers.get(seq.request_id)
-        if detokenizer is None:
-            return False
-        seen = len(seq.text)
-        seq.text += detokenizer.append(token_id)
-        if last:
-            seq.text += detokenizer.flush()
-        found = [
-            at
-            for stop in seq.sampling.stop
-            if (at := seq.text.find(stop, max(0, seen - len(stop) + 1))) >= 0
-        ]
-        if found:
-            seq.text = seq.text[: min(found)]
-        return bool(found)
-
     def _drop(self, seq: Sequence) -> None:
         self._requests.pop(seq.request_id, None)
-        self._detokenizers.pop(seq.request_id, None)
 
     # ---- requests
 
@@ -234,14 +211,9 @@ class LLM:
         namespace = Namespace(self.model_config.fingerprint, adapter_id, cache_salt)
         seq = Sequence(request_id, token_ids, sampling, namespace=namespace)
         self._requests[request_id] = seq
-        if self.tokenizer is not None:
-            self._detokenizers[request_id] = self._detokenizer()
+        seq.answer = AnswerText(self.tokenizer, sampling.stop)
         self.scheduler.add(seq)
         return request_id
-
-    def _detokenizer(self) -> Detokenizer:
-        assert self.tokenizer is not None
-        return self.tokenizer.detokenizer(skip_special_tokens=True)
 
     def _check_fits(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
         """The request must be able to run alone, to its last token."""

@@ -48,7 +48,7 @@ class RequestOutput:
             request_id=seq.request_id,
             prompt_token_ids=seq.prompt_token_ids,
             token_ids=seq.generated_token_ids,
-            text=_settled_text(seq),
+            text=seq.answer.settled() if seq.finish_reason is None else seq.answer.text,
             finish_reason=seq.finish_reason,
             num_cached_tokens=seq.num_cached_tokens,
             boundary=seq.restored_boundary,
@@ -57,17 +57,6 @@ class RequestOutput:
             logprobs=list(seq.logprobs) if seq.sampling.logprobs is not None else None,
             logits=list(seq.logits) if seq.sampling.return_logits else None,
         )
-
-
-def _settled_text(seq: Sequence) -> str:
-    """The text without an ending that may yet become a stop string."""
-    if seq.finish_reason is not None:
-        return seq.text
-    held = 0
-    for stop in seq.sampling.stop:
-        longest = min(len(stop) - 1, len(seq.text))
-        held = max(held, next((n for n in range(longest, 0, -1) if seq.text.endswith(stop[:n])), 0))
-    return seq.text[: len(seq.text) - held]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from cache.cached_sequence import CachedSequence
 from cache.composite_block_manager import MissReason
 from cache.hashing import MultimodalItem, Namespace
+from engine.answer_text import AnswerText
 from engine.sampling_params import SamplingParams
 
 
@@ -57,7 +58,7 @@ class Sequence(CachedSequence):
         self.seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         self.logprobs: list[dict[int, float]] = []
         self.logits: list[torch.Tensor] = []
-        self.text = ""
+        self.answer = AnswerText()
         self.num_settled = 0
         self.arrival_time = time.perf_counter()
         self.first_token_time: float | None = None

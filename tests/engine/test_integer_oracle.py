@@ -223,7 +223,7 @@ class EngineMachine(RuleBasedStateMachine):
             event(reason)
         assert stats.blocks_in_use == stats.slots_live == 0
         assert self.llm.manager.linear.pool.num_in_use == 0
-        assert not self.llm._requests and not self.llm._detokenizers
+        assert not self.llm._requests
 
     def _add(self, prompt: list[int], params: SamplingParams, salt: str) -> None:
         request_id = f"r{len(self.prompts)}"
