@@ -5,6 +5,8 @@ import sys
 import pytest
 
 from engine import LLM, EngineConfig, SamplingParams
+from engine.answer_text import AnswerText
+from tests.engine.real_model import make_engine, tokens
 from tests.oracle import OracleModel, expected_output
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -133,3 +135,33 @@ def test_infinite_logits_end_only_their_request():
     done = {o.request_id: o for _ in range(10) for o in llm.step() if o.finished}
     assert done["bad"].finish_reason == "error"
     assert done["good"].token_ids == expected_output([2] * 20, 4)
+
+
+def test_an_interrupted_answer_has_the_text_reports_and_end_of_an_undisturbed_one(monkeypatch):
+    params = SamplingParams(
+        temperature=1.5, seed=3, max_tokens=12, logprobs=2, stop="zz", ignore_eos=True
+    )
+    prompt = tokens(0, 70)
+    [expected] = make_engine().generate([prompt], params)
+    llm = make_engine()
+    llm.add_request(prompt, params)
+    append, calls = AnswerText.append, []
+
+    def interrupted(answer, token_id, *, last):
+        append(answer, token_id, last=last)
+        calls.append(token_id)
+        if len(calls) in (3, 7):
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr(AnswerText, "append", interrupted)
+    outputs = []
+    while llm.has_unfinished():
+        try:
+            outputs += llm.step()
+        except KeyboardInterrupt:
+            llm.scheduler.check()
+    assert len(calls) > 12
+    final = outputs[-1]
+    assert (final.token_ids, final.text) == (expected.token_ids, expected.text)
+    assert final.logprobs == expected.logprobs and final.finish_reason == "length"
