@@ -232,7 +232,7 @@ class LLM:
             )
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request and give back all it holds. None if it is unknown or has ended.
+        """End a request and give back all it holds. None if it is unknown or was reported as ended.
 
         Called while its step runs, it takes effect at the end of that step.
         """
@@ -245,7 +245,8 @@ class LLM:
         return RequestOutput.of(seq)
 
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished
+        """Whether a request is left to run, or has ended without being reported by `step`."""
+        return bool(self._requests)
 
     def generate(
         self,
