@@ -94,3 +94,21 @@ def test_warm_is_cold_in_a_deep_model_with_several_attention_layers(deep_model, 
     for output, prompt in zip(together, prompts, strict=True):
         assert output.num_cached_tokens >= 448
         assert_same_bits(output, off.generate(prompt, params(4))[0])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("model", ["wide_model", "deep_model"])
+def test_without_onednn_warm_is_cold_as_well(model, request, monkeypatch):
+    """The fallback of machines whose torch has no oneDNN."""
+    monkeypatch.setattr("kernels.linear._onednn_packs", lambda dtype: False)
+    directory = request.getfixturevalue(model)
+    options = {"max_num_seqs": 4, "memory_budget_bytes": 256 << 20}
+    llm = LLM(directory, **options)
+    off = LLM(directory, enable_prefix_caching=False, **options)
+    shared = text(320)
+    prompts = [shared[:n] + text(m, seed=n) for n, m in [(320, 1), (256, 1), (300, 40), (64, 3)]]
+    llm.generate(shared, params(1))
+    together = llm.generate(prompts, params(4))
+    assert [output.num_cached_tokens > 0 for output in together].count(True) >= 2
+    for output, prompt in zip(together, prompts, strict=True):
+        assert_same_bits(output, off.generate(prompt, params(4))[0])
