@@ -11,7 +11,7 @@ from engine.sequence import Sequence
 @dataclass(frozen=True)
 class RequestOutput:
     """A request so far. `finish_reason` is None until it ends: "stop", "length", "abort", or
-    "error" when its logits were NaN.
+    "error" when its logits were not finite.
 
     num_cached_tokens: prompt tokens whose K/V and state came from the cache.
     boundary: the token count of the last checkpoint it resumed from, 0 if none.

@@ -151,7 +151,8 @@ class Scheduler:
         """The batch was issued, except for the `cold` rows, whose restore failed.
 
         Publishes what the step wrote. Cold rows start again from token 0 and reuse nothing. The
-        `broken` rows gave NaN: they end with "error", and their prefix is taken out of the index.
+        `broken` rows have no finite logits: they end with "error", and their prefix is taken out
+        of the index.
         """
         assert batch is self.in_flight
         self.in_flight = None
@@ -160,7 +161,7 @@ class Scheduler:
             if row in cold:
                 self._restart_cold(row)
             elif row in broken:
-                logger.error("request %s: the model returned NaN logits", seq.request_id)
+                logger.error("request %s: its logits are not finite", seq.request_id)
                 self.manager.forget(seq)
                 self.manager.discard(seq)
                 self.finish(seq, "error")

@@ -33,7 +33,6 @@ class PackedLinear:
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self.out_features, self.in_features = weight.shape
         self._packed = weight.device.type == "cpu" and _onednn_packs(weight.dtype)
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
