@@ -15,6 +15,7 @@ import torch
 
 from kernels import validate
 from kernels.constants import KERNEL_CHUNK
+from kernels.ids import IdVector
 from kernels.reference_attention import (
     attend,
     attention_decode,
@@ -154,10 +155,6 @@ def read_slot(pool: torch.Tensor, slot: int) -> torch.Tensor:
     return torch.zeros_like(pool[0]) if slot == -1 else pool[slot].clone()
 
 
-def _lists(*vectors: torch.Tensor) -> list[list[int]]:
-    return [validate.as_list(vector, "cu_seqlens and slots") for vector in vectors]
-
-
 def _run(core, pool, segments, reads, writes, snapshots):
     """Run `core(start, end, value) -> (y, value)` chunk by chunk over each segment of a pack.
 
@@ -179,20 +176,33 @@ def _run(core, pool, segments, reads, writes, snapshots):
     return outputs
 
 
+def _step(core, pool, segments, reads, writes):
+    """Run `core(t, value) -> (y, value)` token by token; the value after t goes to writes[t]."""
+    values = [read_slot(pool, slot) for slot in reads]
+    outputs = []
+    for (start, end), value in zip(segments, values, strict=True):
+        for t in range(start, end):
+            y, value = core(t, value)
+            outputs.append(y)
+            if writes[t] != 0:
+                pool[writes[t]] = value
+    return outputs
+
+
 def causal_conv_prefill(
     x: torch.Tensor,
     weight: torch.Tensor,
     windows: torch.Tensor,
     *,
-    cu_seqlens: torch.Tensor,
-    read_slots: torch.Tensor,
-    write_slots: torch.Tensor,
-    snapshot_slots: torch.Tensor,
+    cu_seqlens: IdVector,
+    read_slots: IdVector,
+    write_slots: IdVector,
+    snapshot_slots: IdVector,
 ) -> torch.Tensor:
     """`causal_conv` over packed segments x [T, C], windows in slots; returns y [T, C]."""
-    cu, reads, writes, snapshots = _lists(cu_seqlens, read_slots, write_slots, snapshot_slots)
-    slots = {"read_slots": reads, "write_slots": writes, "snapshot_slots": snapshots}
-    segments = validate.causal_conv(x, weight, windows, cu_seqlens=cu, **slots)
+    slots = dict(read_slots=read_slots, write_slots=write_slots, snapshot_slots=snapshot_slots)
+    segments = validate.causal_conv(x, weight, windows, cu_seqlens=cu_seqlens, **slots)
+    reads, writes, snapshots = validate.as_lists(*slots.values())
 
     def core(start, end, window):
         return causal_conv(x[start:end], weight, window)
@@ -206,20 +216,22 @@ def causal_conv_step(
     weight: torch.Tensor,
     windows: torch.Tensor,
     *,
-    read_slots: torch.Tensor,
-    write_slots: torch.Tensor,
+    read_slots: IdVector,
+    write_slots: IdVector,
+    cu_seqlens: IdVector | None = None,
 ) -> torch.Tensor:
-    """One token a row: x [N, C] -> y [N, C]."""
-    num_rows = x.shape[0]
-    return causal_conv_prefill(
-        x,
-        weight,
-        windows,
-        cu_seqlens=torch.arange(num_rows + 1),
-        read_slots=read_slots,
-        write_slots=write_slots,
-        snapshot_slots=torch.full((num_rows,), -1),
-    )
+    """One token a row, or the few of `cu_seqlens` in order: x [T, C] -> y [T, C].
+
+    write_slots [T]: where the window after each token goes, 0 for nowhere.
+    """
+    slots = dict(read_slots=read_slots, write_slots=write_slots, cu_seqlens=cu_seqlens)
+    segments = validate.causal_conv(x, weight, windows, **slots)
+
+    def core(t, window):
+        return causal_conv(x[t : t + 1], weight, window)
+
+    y = _step(core, windows, segments, *validate.as_lists(read_slots, write_slots))
+    return torch.cat([x[:0], *y])
 
 
 def gated_delta_prefill(
@@ -230,15 +242,15 @@ def gated_delta_prefill(
     beta: torch.Tensor,
     states: torch.Tensor,
     *,
-    cu_seqlens: torch.Tensor,
-    read_slots: torch.Tensor,
-    write_slots: torch.Tensor,
-    snapshot_slots: torch.Tensor,
+    cu_seqlens: IdVector,
+    read_slots: IdVector,
+    write_slots: IdVector,
+    snapshot_slots: IdVector,
 ) -> torch.Tensor:
     """`gated_delta_rule` over packed segments, states in slots; returns o [T, HV, V], wide."""
-    cu, reads, writes, snapshots = _lists(cu_seqlens, read_slots, write_slots, snapshot_slots)
-    slots = {"read_slots": reads, "write_slots": writes, "snapshot_slots": snapshots}
-    segments = validate.gated_delta(q, k, v, g, beta, states, cu_seqlens=cu, **slots)
+    slots = dict(read_slots=read_slots, write_slots=write_slots, snapshot_slots=snapshot_slots)
+    segments = validate.gated_delta(q, k, v, g, beta, states, cu_seqlens=cu_seqlens, **slots)
+    reads, writes, snapshots = validate.as_lists(*slots.values())
 
     def core(start, end, state):
         part = slice(start, end)
@@ -256,23 +268,24 @@ def gated_delta_step(
     beta: torch.Tensor,
     states: torch.Tensor,
     *,
-    read_slots: torch.Tensor,
-    write_slots: torch.Tensor,
+    read_slots: IdVector,
+    write_slots: IdVector,
+    cu_seqlens: IdVector | None = None,
 ) -> torch.Tensor:
-    """One token a row: q, k [N, H, K], v [N, HV, V] -> o [N, HV, V], wide."""
-    num_rows = q.shape[0]
-    return gated_delta_prefill(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        states,
-        cu_seqlens=torch.arange(num_rows + 1),
-        read_slots=read_slots,
-        write_slots=write_slots,
-        snapshot_slots=torch.full((num_rows,), -1),
-    )
+    """One token a row, or the few of `cu_seqlens` in order (the drafts of a speculative verify).
+
+    q, k [T, H, K], v [T, HV, V] -> o [T, HV, V], wide. write_slots [T]: where the state after each
+    token goes, 0 for nowhere.
+    """
+    slots = dict(read_slots=read_slots, write_slots=write_slots, cu_seqlens=cu_seqlens)
+    segments = validate.gated_delta(q, k, v, g, beta, states, **slots)
+
+    def core(t, state):
+        part = slice(t, t + 1)
+        return gated_delta_rule(q[part], k[part], v[part], g[part], beta[part], state)
+
+    o = _step(core, states, segments, *validate.as_lists(read_slots, write_slots))
+    return torch.cat([v[:0].to(states.dtype), *o])
 
 
 def copy_slots(arena: torch.Tensor, sources: list[int], destinations: list[int]) -> None:

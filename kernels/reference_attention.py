@@ -7,6 +7,7 @@ K/V heads, D head width; caches [num_blocks, block_size, kv, D] belong to the ca
 import torch
 
 from kernels import validate
+from kernels.ids import IdVector, as_list
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -42,7 +43,7 @@ def attention_prefill(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: IdVector,
     start_positions: list[int],
     block_tables: list[list[int]],
 ) -> torch.Tensor:
@@ -51,13 +52,12 @@ def attention_prefill(
     k_cache, v_cache [num_blocks, block_size, kv, D] already hold the rows of the segment itself:
     token t of segment i attends to the rows [0, start_positions[i] + t].
     """
-    cu = validate.as_list(cu_seqlens, "cu_seqlens")
     segments = validate.attention_prefill(
         q,
         gate,
         k_cache,
         v_cache,
-        cu_seqlens=cu,
+        cu_seqlens=cu_seqlens,
         start_positions=start_positions,
         block_tables=block_tables,
     )
@@ -93,12 +93,11 @@ def write_kv(
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    kv_indices: torch.Tensor,
+    kv_indices: IdVector,
 ) -> None:
     """Store row i of k, v [R, kv, D] at block kv_indices[i] // block_size, the rest its offset."""
-    indices = validate.as_list(kv_indices, "kv_indices")
-    validate.write_kv(k, v, k_cache, v_cache, indices)
+    validate.write_kv(k, v, k_cache, v_cache, kv_indices)
     block_size = k_cache.shape[1]
-    for row, index in enumerate(indices):
+    for row, index in enumerate(as_list(kv_indices, "kv_indices")):
         k_cache[index // block_size, index % block_size] = k[row]
         v_cache[index // block_size, index % block_size] = v[row]

@@ -6,7 +6,8 @@ Shared by all state ops (a row is one sequence of the call):
 2. a write slot is 0 (padding: nothing is written) or in [1, num_slots); no slot has two writers;
 3. a slot that one row reads is never written by another (a row may read and write the same slot);
 4. a snapshot slot is -1 (none) or in [1, num_slots), follows a full chunk of a row that is not
-   padding, and is used once and by nothing else in the call.
+   padding, and is used once and by nothing else in the call;
+5. steps have a write slot for each token; a row of several tokens doesn't write the slot it reads.
 """
 
 import itertools
@@ -41,19 +42,46 @@ def row_slots(
     num_slots: int,
 ) -> None:
     """Rules 1 to 3 of the module docstring, and one read and one write slot a row."""
-    require(len(read_slots) == num_rows, "number of read slots", num_rows, len(read_slots))
     require(len(write_slots) == num_rows, "number of write slots", num_rows, len(write_slots))
+    _reads_and_writes(read_slots, write_slots, range(num_rows), num_rows, num_slots)
+
+
+def step_slots(
+    read_slots: Sequence[int], write_slots: Sequence[int], pairs: Segments, *, num_slots: int
+) -> None:
+    """Rules 1 to 3 and 5: one read slot a row, one write slot a token."""
+    writers = [row for row, (start, end) in enumerate(pairs) for _ in range(start, end)]
+    num_tokens = len(writers)
+    require(len(write_slots) == num_tokens, "number of write slots", num_tokens, len(write_slots))
+    _reads_and_writes(read_slots, write_slots, writers, len(pairs), num_slots)
+    for row, (read, (start, end)) in enumerate(zip(read_slots, pairs, strict=True)):
+        in_place = end - start > 1 and read > 0 and read in write_slots[start:end]
+        what = f"write slots of row {row}, which has {end - start} tokens"
+        require(not in_place, what, f"none of them the read slot {read}", write_slots[start:end])
+
+
+def _reads_and_writes(
+    read_slots: Sequence[int],
+    write_slots: Sequence[int],
+    writer_rows: Sequence[int],
+    num_rows: int,
+    num_slots: int,
+) -> None:
+    """Rules 1 to 3; writer_rows[i] is the row that write slot i belongs to."""
+    require(len(read_slots) == num_rows, "number of read slots", num_rows, len(read_slots))
     writers: dict[int, int] = {}
-    for row, slot in enumerate(write_slots):
+    for i, (row, slot) in enumerate(zip(writer_rows, write_slots, strict=True)):
         require(0 <= slot < num_slots, f"write slot of row {row}", f"in [0, {num_slots})", slot)
         if slot != 0:
-            writer = writers.setdefault(slot, row)
-            require(writer == row, f"writers of slot {slot}", "one row", f"rows {writer}, {row}")
+            first = writers.setdefault(slot, i)
+            rows = f"rows {writer_rows[first]}, {row}"
+            require(first == i, f"writers of slot {slot}", "one row", rows)
+    live_rows = {writer_rows[i] for i in writers.values()}
     for row, slot in enumerate(read_slots):
         require(-1 <= slot < num_slots, f"read slot of row {row}", f"in [-1, {num_slots})", slot)
-        reads_padding = slot == 0 and write_slots[row] != 0
+        reads_padding = slot == 0 and row in live_rows
         require(not reads_padding, f"read slot of row {row}", "-1 or a slot above 0", slot)
-        writer = writers.get(slot, row)
+        writer = writer_rows[writers[slot]] if slot in writers else row
         what = f"writer of slot {slot}, which row {row} reads"
         require(writer == row, what, "no other row", f"row {writer}")
 

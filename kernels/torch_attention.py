@@ -1,6 +1,6 @@
 """Paged causal attention and K/V writes in plain torch; see `torch_ops` for why it is tiled."""
 
-from itertools import pairwise
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
@@ -8,6 +8,7 @@ from torch.nn import functional
 from kernels import validate
 from kernels.constants import KERNEL_CHUNK
 from kernels.elementwise import sigmoid
+from kernels.ids import IdVector, as_ids, as_list, as_tables
 from kernels.linear import matmul_nt
 
 
@@ -16,15 +17,16 @@ def write_kv(
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    kv_indices: torch.Tensor,
+    kv_indices: IdVector,
 ) -> None:
     """Store rows k, v [R, kv, D] at flat indices (block_id * block_size + offset) of the caches."""
-    validate.write_kv(k, v, k_cache, v_cache, validate.as_list(kv_indices, "kv_indices"))
-    k_cache.flatten(0, 1).index_copy_(0, kv_indices, k)
-    v_cache.flatten(0, 1).index_copy_(0, kv_indices, v)
+    validate.write_kv(k, v, k_cache, v_cache, kv_indices)
+    rows = as_ids(kv_indices, "kv_indices", k.device).tensor
+    k_cache.flatten(0, 1).index_copy_(0, rows, k)
+    v_cache.flatten(0, 1).index_copy_(0, rows, v)
 
 
-def _gather(cache: torch.Tensor, block_table: list[int], kv_len: int) -> torch.Tensor:
+def _gather(cache: torch.Tensor, block_table: Sequence[int], kv_len: int) -> torch.Tensor:
     """The first kv_len rows of a sequence as [kv, kv_len, D] (a strided view of a fresh buffer)."""
     num_blocks = -(-kv_len // cache.shape[1])
     blocks = cache.index_select(0, torch.tensor(block_table[:num_blocks]))
@@ -37,9 +39,9 @@ def attention_prefill(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
-    cu_seqlens: torch.Tensor,
-    start_positions: list[int],
-    block_tables: list[list[int]],
+    cu_seqlens: IdVector,
+    start_positions: IdVector,
+    block_tables: validate.BlockLists,
 ) -> torch.Tensor:
     """Causal attention of packed sequences over their paged K/V; see reference.attention_prefill.
 
@@ -50,19 +52,18 @@ def attention_prefill(
     kv = k_cache.shape[2]
     above = torch.ones(KERNEL_CHUNK, KERNEL_CHUNK, dtype=torch.bool).triu_(1)
     out = torch.empty_like(q)
-    offsets = validate.as_list(cu_seqlens, "cu_seqlens")
-    validate.attention_prefill(
+    segments = validate.attention_prefill(
         q,
         gate,
         k_cache,
         v_cache,
-        cu_seqlens=offsets,
+        cu_seqlens=cu_seqlens,
         start_positions=start_positions,
         block_tables=block_tables,
     )
-    for (lo, hi), start, table in zip(
-        pairwise(offsets), start_positions, block_tables, strict=True
-    ):
+    starts = as_list(start_positions, "start_positions")
+    tables = as_tables(block_tables, q.device).host
+    for (lo, hi), start, table in zip(segments, starts, tables, strict=True):
         if lo == hi:
             continue
         keys = _gather(k_cache, table, start + hi - lo).float().contiguous()  # [kv, kv_len, D]
@@ -88,15 +89,16 @@ def attention_decode(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
-    kv_lens: list[int],
-    block_tables: list[list[int]],
+    kv_lens: IdVector,
+    block_tables: validate.BlockLists,
 ) -> torch.Tensor:
     """One query row of each of N sequences over its paged K/V; see reference.attention_decode."""
     validate.attention_decode(q, gate, k_cache, v_cache, kv_lens=kv_lens, block_tables=block_tables)
     heads, D = q.shape[1:]
     kv = k_cache.shape[2]
     out = torch.empty_like(q)
-    for row, (kv_len, table) in enumerate(zip(kv_lens, block_tables, strict=True)):
+    lengths, tables = as_list(kv_lens, "kv_lens"), as_tables(block_tables, q.device).host
+    for row, (kv_len, table) in enumerate(zip(lengths, tables, strict=True)):
         query = q[row].view(1, kv, heads // kv, D)
         keys, values = (_gather(c, table, kv_len)[None] for c in (k_cache, v_cache))
         out[row] = functional.scaled_dot_product_attention(query, keys, values).view(heads, D)

@@ -1,12 +1,11 @@
 """Short causal convolution in plain torch, its window in the slot; tiled as in `torch_ops`."""
 
-from itertools import pairwise
-
 import torch
 from torch.nn import functional
 
 from kernels import validate
 from kernels.constants import KERNEL_CHUNK
+from kernels.ids import IdVector
 
 
 def causal_conv_prefill(
@@ -14,31 +13,29 @@ def causal_conv_prefill(
     weight: torch.Tensor,
     windows: torch.Tensor,
     *,
-    cu_seqlens: torch.Tensor,
-    read_slots: torch.Tensor,
-    write_slots: torch.Tensor,
-    snapshot_slots: torch.Tensor,
+    cu_seqlens: IdVector,
+    read_slots: IdVector,
+    write_slots: IdVector,
+    snapshot_slots: IdVector,
 ) -> torch.Tensor:
     """Depthwise causal conv and SiLU of packed sequences; see reference.causal_conv_prefill."""
-    offsets, reads, writes, snaps = validate.as_lists(
-        cu_seqlens, read_slots, write_slots, snapshot_slots
-    )
-    validate.causal_conv(
+    segments = validate.causal_conv(
         x,
         weight,
         windows,
-        cu_seqlens=offsets,
-        read_slots=reads,
-        write_slots=writes,
-        snapshot_slots=snaps,
+        cu_seqlens=cu_seqlens,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        snapshot_slots=snapshot_slots,
     )
+    reads, writes, snaps = validate.as_lists(read_slots, write_slots, snapshot_slots)
     width = weight.shape[1]
     taps = weight.float().t().contiguous()  # [W, C]
     buf = torch.empty(width - 1 + KERNEL_CHUNK, x.shape[1])  # window, then one chunk
     acc = torch.empty(KERNEL_CHUNK, x.shape[1])
     y = torch.empty_like(x)
     chunk = 0
-    for (start, end), read, write in zip(pairwise(offsets), reads, writes, strict=True):
+    for (start, end), read, write in zip(segments, reads, writes, strict=True):
         window = torch.zeros_like(windows[0]) if read < 0 else windows[read].clone()
         for lo in range(start, end, KERNEL_CHUNK):
             n = min(KERNEL_CHUNK, end - lo)
@@ -63,22 +60,33 @@ def causal_conv_step(
     weight: torch.Tensor,
     windows: torch.Tensor,
     *,
-    read_slots: torch.Tensor,
-    write_slots: torch.Tensor,
+    read_slots: IdVector,
+    write_slots: IdVector,
+    cu_seqlens: IdVector | None = None,
 ) -> torch.Tensor:
-    """One token of each of N rows; see reference.causal_conv_step."""
+    """One token of each of N rows, or a few in order; see reference.causal_conv_step."""
+    segments = validate.causal_conv(
+        x,
+        weight,
+        windows,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        cu_seqlens=cu_seqlens,
+    )
     reads, writes = validate.as_lists(read_slots, write_slots)
-    validate.causal_conv(x, weight, windows, read_slots=reads, write_slots=writes)
     taps = weight.float().t().contiguous()  # [W, C]
     y = torch.zeros_like(x)
-    for row, (read, write) in enumerate(zip(reads, writes, strict=True)):
-        if write == 0:
-            continue
+    for (start, end), read in zip(segments, reads, strict=True):
         window = torch.zeros_like(windows[0]) if read < 0 else windows[read]
-        inputs = torch.cat([window, x[row : row + 1].to(windows.dtype)])  # [W, C]
-        acc = inputs[0].float() * taps[0]
-        for tap in range(1, len(taps)):
-            acc.addcmul_(inputs[tap].float(), taps[tap])
-        y[row] = functional.silu(acc)
-        windows[write] = inputs[1:]
+        for t in range(start, end):
+            if end - start == 1 and writes[t] == 0:
+                continue  # padding
+            inputs = torch.cat([window, x[t : t + 1].to(windows.dtype)])  # [W, C]
+            acc = inputs[0].float() * taps[0]
+            for tap in range(1, len(taps)):
+                acc.addcmul_(inputs[tap].float(), taps[tap])
+            y[t] = functional.silu(acc)
+            window = inputs[1:]
+            if writes[t] > 0:
+                windows[writes[t]] = window
     return y

@@ -8,13 +8,12 @@ cut. Ops on packed rows use `elementwise`, whose values do not depend on an elem
 Shapes and the slot vectors are those of `reference.py`.
 """
 
-from itertools import pairwise
-
 import torch
 
 from kernels import validate
 from kernels.constants import KERNEL_CHUNK
 from kernels.elementwise import sigmoid, silu, softplus
+from kernels.ids import IdVector
 from kernels.torch_attention import attention_decode, attention_prefill, write_kv
 from kernels.torch_conv import causal_conv_prefill, causal_conv_step
 
@@ -150,32 +149,30 @@ def gated_delta_prefill(
     beta: torch.Tensor,
     states: torch.Tensor,
     *,
-    cu_seqlens: torch.Tensor,
-    read_slots: torch.Tensor,
-    write_slots: torch.Tensor,
-    snapshot_slots: torch.Tensor,
+    cu_seqlens: IdVector,
+    read_slots: IdVector,
+    write_slots: IdVector,
+    snapshot_slots: IdVector,
 ) -> torch.Tensor:
     """Chunked gated delta rule of packed sequences; see reference.gated_delta_prefill."""
-    offsets, reads, writes, snaps = validate.as_lists(
-        cu_seqlens, read_slots, write_slots, snapshot_slots
-    )
-    validate.gated_delta(
+    segments = validate.gated_delta(
         q,
         k,
         v,
         g,
         beta,
         states,
-        cu_seqlens=offsets,
-        read_slots=reads,
-        write_slots=writes,
-        snapshot_slots=snaps,
+        cu_seqlens=cu_seqlens,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        snapshot_slots=snapshot_slots,
     )
+    reads, writes, snaps = validate.as_lists(read_slots, write_slots, snapshot_slots)
     rule = _ChunkRule(q.shape[1], v.shape[1], q.shape[2], v.shape[2])
     scratch = torch.empty_like(states[0])
     out = torch.empty(v.shape, dtype=torch.float32)
     chunk = 0
-    for (start, end), read, write in zip(pairwise(offsets), reads, writes, strict=True):
+    for (start, end), read, write in zip(segments, reads, writes, strict=True):
         state = states[write] if write > 0 else scratch
         if read != write:
             state.copy_(states[read]) if read >= 0 else state.zero_()
@@ -197,12 +194,23 @@ def gated_delta_step(
     beta: torch.Tensor,
     states: torch.Tensor,
     *,
-    read_slots: torch.Tensor,
-    write_slots: torch.Tensor,
+    read_slots: IdVector,
+    write_slots: IdVector,
+    cu_seqlens: IdVector | None = None,
 ) -> torch.Tensor:
-    """One token of each of N rows; see reference.gated_delta_step."""
+    """One token of each of N rows, or a few in order; see reference.gated_delta_step."""
+    segments = validate.gated_delta(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        states,
+        read_slots=read_slots,
+        write_slots=write_slots,
+        cu_seqlens=cu_seqlens,
+    )
     reads, writes = validate.as_lists(read_slots, write_slots)
-    validate.gated_delta(q, k, v, g, beta, states, read_slots=reads, write_slots=writes)
     r = v.shape[1] // q.shape[1]
     q = _l2_normalised(q.float(), q.shape[-1] ** -0.5).repeat_interleave(r, 1)  # [N, HV, K]
     k = _l2_normalised(k.float()).repeat_interleave(r, 1)
@@ -210,18 +218,22 @@ def gated_delta_step(
     kq = torch.stack([k, q], dim=2)  # [N, HV, 2, K]
     k_dot_q = (k * q).sum(-1, keepdim=True)
     out = torch.zeros(v.shape, dtype=torch.float32)
-    for row, (read, write) in enumerate(zip(reads, writes, strict=True)):
-        if write == 0:
-            continue
-        state = states[write]
-        if read < 0:
-            state.zero_()
-        else:
-            torch.mul(states[read], decay[row, :, None, None], out=state)
-        from_k, from_q = torch.bmm(kq[row], state.transpose(1, 2)).unbind(1)  # [HV, V] each
-        d = (v[row] - from_k).mul_(beta[row, :, None])
-        torch.addcmul(from_q, d, k_dot_q[row], out=out[row])  # S' q = S q + d (k . q)
-        state.addcmul_(d[..., None], k[row, :, None, :])
+    scratch = torch.empty_like(states[0])
+    for (start, end), read in zip(segments, reads, strict=True):
+        before = states[read] if read >= 0 else None
+        for t in range(start, end):
+            if end - start == 1 and writes[t] == 0:
+                continue  # padding
+            state = states[writes[t]] if writes[t] > 0 else scratch
+            if before is None:
+                state.zero_()
+            else:
+                torch.mul(before, decay[t, :, None, None], out=state)
+            from_k, from_q = torch.bmm(kq[t], state.transpose(1, 2)).unbind(1)  # [HV, V] each
+            d = (v[t] - from_k).mul_(beta[t, :, None])
+            torch.addcmul(from_q, d, k_dot_q[t], out=out[t])  # S' q = S q + d (k . q)
+            state.addcmul_(d[..., None], k[t, :, None, :])
+            before = state
     return out
 
 

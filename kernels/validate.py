@@ -1,29 +1,29 @@
 """What the ops of this package refuse, checked before anything is written.
 
 Every function raises ValueError with the expected and the actual value. Tensors are looked at for
-shape, dtype and strides only; slot ids, offsets and block tables come as Python lists, so a caller
-that already holds lists pays no device synchronisation (`as_list` makes one from a vector).
+shape, dtype, device and strides only; ids are looked at on the host. Of `Ids` and `BlockTables`,
+which never change, the checks are kept: the layers of one forward pass pay for them once.
 
 The rules for slots are in `slot_rules.py`.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from kernels.constants import KERNEL_CHUNK
-from kernels.slot_rules import require, row_slots, segments, snapshots
+from kernels.ids import BlockTables, Ids, IdVector, as_list
+from kernels.slot_rules import require, row_slots, segments, snapshots, step_slots
+
+Segments = Sequence[tuple[int, int]]
+BlockLists = BlockTables | Sequence[Sequence[int]]
+
+_KEPT_CHECKS = 64  # a forward pass makes a handful
 
 
-def as_list(ids: torch.Tensor, name: str) -> list[int]:
-    """The Python list of an int64 id vector."""
-    ok = ids.dtype == torch.int64 and ids.ndim == 1
-    require(ok, name, "an int64 vector", f"{ids.dtype} {list(ids.shape)}")
-    return ids.tolist()
-
-
-def as_lists(*id_vectors: torch.Tensor) -> list[list[int]]:
-    """`as_list` of each."""
+def as_lists(*id_vectors: IdVector) -> list[Sequence[int]]:
+    """The host values of each; ValueError unless int64 vectors or integers."""
     return [as_list(ids, "offsets and slots") for ids in id_vectors]
 
 
@@ -50,21 +50,47 @@ def slot_view(pool: torch.Tensor, name: str) -> None:
     require(apart, f"slot stride of {name}", f"at least {inner}", pool.stride(0))
 
 
+def same_device(x: torch.Tensor, **others: torch.Tensor) -> None:
+    """All lie where `x` does."""
+    for name, other in others.items():
+        require(other.device == x.device, f"device of {name}", x.device, other.device)
+
+
+def _check_rows(
+    num_tokens: int,
+    num_slots: int,
+    read_slots: IdVector,
+    write_slots: IdVector,
+    cu_seqlens: IdVector | None,
+    snapshot_slots: IdVector | None,
+) -> Segments:
+    """The segments of a prefill (with snapshots) or of steps, once their slots are checked."""
+    reads, writes = as_lists(read_slots, write_slots)
+    offsets = range(num_tokens + 1) if cu_seqlens is None else as_list(cu_seqlens, "cu_seqlens")
+    pairs = segments(offsets, num_tokens=num_tokens)
+    if snapshot_slots is None:
+        step_slots(reads, writes, pairs, num_slots=num_slots)
+    else:
+        row_slots(reads, writes, num_rows=len(pairs), num_slots=num_slots)
+        snaps = as_list(snapshot_slots, "snapshot_slots")
+        snapshots(snaps, pairs, reads, writes, num_slots=num_slots)
+    return pairs
+
+
+_kept_rows = functools.lru_cache(_KEPT_CHECKS)(_check_rows)
+
+
 def _rows(
     num_tokens: int,
     num_slots: int,
-    read_slots: Sequence[int],
-    write_slots: Sequence[int],
-    cu_seqlens: Sequence[int] | None,
-    snapshot_slots: Sequence[int] | None,
-) -> list[tuple[int, int]]:
-    """The segments of a prefill, or of a step (one a token), once their slots are checked."""
-    offsets = range(num_tokens + 1) if cu_seqlens is None else cu_seqlens
-    pairs = segments(offsets, num_tokens=num_tokens)
-    row_slots(read_slots, write_slots, num_rows=len(pairs), num_slots=num_slots)
-    if snapshot_slots is not None:
-        snapshots(snapshot_slots, pairs, read_slots, write_slots, num_slots=num_slots)
-    return pairs
+    read_slots: IdVector,
+    write_slots: IdVector,
+    cu_seqlens: IdVector | None,
+    snapshot_slots: IdVector | None,
+) -> Segments:
+    ids = (read_slots, write_slots, cu_seqlens, snapshot_slots)
+    kept = all(x is None or isinstance(x, Ids) for x in ids)
+    return (_kept_rows if kept else _check_rows)(num_tokens, num_slots, *ids)
 
 
 def causal_conv(
@@ -72,16 +98,17 @@ def causal_conv(
     weight: torch.Tensor,
     windows: torch.Tensor,
     *,
-    read_slots: Sequence[int],
-    write_slots: Sequence[int],
-    cu_seqlens: Sequence[int] | None = None,
-    snapshot_slots: Sequence[int] | None = None,
-) -> list[tuple[int, int]]:
+    read_slots: IdVector,
+    write_slots: IdVector,
+    cu_seqlens: IdVector | None = None,
+    snapshot_slots: IdVector | None = None,
+) -> Segments:
     """Both convolutions; returns the segments. The windows have the dtype of what they keep."""
     shape(x, "x", None, None)
     shape(weight, "weight", x.shape[1], None)
     shape(windows, "windows", None, weight.shape[1] - 1, x.shape[1])
     same_dtype(x, windows=windows)
+    same_device(x, weight=weight, windows=windows)
     slot_view(windows, "windows")
     num_slots = windows.shape[0]
     return _rows(x.shape[0], num_slots, read_slots, write_slots, cu_seqlens, snapshot_slots)
@@ -95,11 +122,11 @@ def gated_delta(
     beta: torch.Tensor,
     states: torch.Tensor,
     *,
-    read_slots: Sequence[int],
-    write_slots: Sequence[int],
-    cu_seqlens: Sequence[int] | None = None,
-    snapshot_slots: Sequence[int] | None = None,
-) -> list[tuple[int, int]]:
+    read_slots: IdVector,
+    write_slots: IdVector,
+    cu_seqlens: IdVector | None = None,
+    snapshot_slots: IdVector | None = None,
+) -> Segments:
     """Both delta rules; returns the segments. g, beta and the states are wide, whatever q is."""
     shape(q, "q", None, None, None)
     shape(k, "k", *q.shape)
@@ -113,36 +140,63 @@ def gated_delta(
     is_wide = states.dtype in (torch.float32, torch.float64)  # float64: the reference
     require(is_wide, "dtype of states", torch.float32, states.dtype)
     same_dtype(states, g=g, beta=beta)
+    same_device(q, k=k, v=v, g=g, beta=beta, states=states)
     slot_view(states, "states")
     num_slots = states.shape[0]
     return _rows(q.shape[0], num_slots, read_slots, write_slots, cu_seqlens, snapshot_slots)
 
 
 def _attention(
-    q: torch.Tensor,
-    gate: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    kv_lens: Sequence[int],
-    block_tables: Sequence[Sequence[int]],
+    q: torch.Tensor, gate: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
 ) -> None:
-    """A block table a row that covers its K/V rows; blocks beyond them are not looked at."""
+    """Query heads in whole groups, and one dtype and device for all."""
     shape(q, "q", None, None, None)
     shape(gate, "gate", *q.shape)
     shape(k_cache, "k_cache", None, None, None, q.shape[2])
     shape(v_cache, "v_cache", *k_cache.shape)
     same_dtype(q, gate=gate, k_cache=k_cache, v_cache=v_cache)
-    num_blocks, block_size, num_kv_heads = k_cache.shape[:3]
+    same_device(q, gate=gate, k_cache=k_cache, v_cache=v_cache)
+    num_kv_heads = k_cache.shape[2]
     grouped = num_kv_heads > 0 and q.shape[1] % num_kv_heads == 0
     require(grouped, "query heads", f"a multiple of {num_kv_heads}", q.shape[1])
-    num_tables = len(block_tables)
+
+
+def _tables(
+    kv_lens: Sequence[int], block_tables: BlockLists, num_blocks: int, block_size: int
+) -> None:
+    """A block table a row that covers its K/V rows; blocks beyond them are not looked at."""
+    tables = block_tables.host if isinstance(block_tables, BlockTables) else block_tables
+    num_tables = len(tables)
     require(num_tables == len(kv_lens), "number of block tables", len(kv_lens), num_tables)
-    for row, (kv_len, table) in enumerate(zip(kv_lens, block_tables, strict=True)):
+    for row, (kv_len, table) in enumerate(zip(kv_lens, tables, strict=True)):
         needed = -(-kv_len // block_size)
         require(needed <= len(table), f"blocks of row {row}", f"at least {needed}", len(table))
         for block in table[:needed]:
             inside = 0 <= block < num_blocks
             require(inside, f"block of row {row}", f"in [0, {num_blocks})", block)
+
+
+def _check_prefill(
+    num_tokens: int,
+    num_blocks: int,
+    block_size: int,
+    cu_seqlens: IdVector,
+    start_positions: IdVector,
+    block_tables: BlockLists,
+) -> Segments:
+    pairs = segments(as_list(cu_seqlens, "cu_seqlens"), num_tokens=num_tokens)
+    starts = as_list(start_positions, "start_positions")
+    require(len(starts) == len(pairs), "number of start positions", len(pairs), len(starts))
+    kv_lens = []
+    for row, (position, (start, end)) in enumerate(zip(starts, pairs, strict=True)):
+        aligned = position >= 0 and position % KERNEL_CHUNK == 0
+        require(aligned, f"start of row {row}", f"a multiple of {KERNEL_CHUNK}", position)
+        kv_lens.append(position + end - start)
+    _tables(kv_lens, block_tables, num_blocks, block_size)
+    return pairs
+
+
+_kept_prefill = functools.lru_cache(_KEPT_CHECKS)(_check_prefill)
 
 
 def attention_prefill(
@@ -151,21 +205,30 @@ def attention_prefill(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
-    cu_seqlens: Sequence[int],
-    start_positions: Sequence[int],
-    block_tables: Sequence[Sequence[int]],
-) -> list[tuple[int, int]]:
+    cu_seqlens: IdVector,
+    start_positions: IdVector,
+    block_tables: BlockLists,
+) -> Segments:
     """Returns the segments; each starts at a multiple of KERNEL_CHUNK from token 0."""
-    pairs = segments(cu_seqlens, num_tokens=q.shape[0])
-    num_starts = len(start_positions)
-    require(num_starts == len(pairs), "number of start positions", len(pairs), num_starts)
-    kv_lens = []
-    for row, (position, (start, end)) in enumerate(zip(start_positions, pairs, strict=True)):
-        aligned = position >= 0 and position % KERNEL_CHUNK == 0
-        require(aligned, f"start of row {row}", f"a multiple of {KERNEL_CHUNK}", position)
-        kv_lens.append(position + end - start)
-    _attention(q, gate, k_cache, v_cache, kv_lens, block_tables)
-    return pairs
+    _attention(q, gate, k_cache, v_cache)
+    ids = (cu_seqlens, start_positions, block_tables)
+    kept = all(isinstance(x, Ids | BlockTables) for x in ids)
+    num_blocks, block_size = k_cache.shape[:2]
+    check = _kept_prefill if kept else _check_prefill
+    return check(q.shape[0], num_blocks, block_size, *ids)
+
+
+def _check_decode(
+    num_rows: int, num_blocks: int, block_size: int, kv_lens: IdVector, block_tables: BlockLists
+) -> None:
+    lengths = as_list(kv_lens, "kv_lens")
+    require(len(lengths) == num_rows, "number of K/V lengths", num_rows, len(lengths))
+    for row, kv_len in enumerate(lengths):
+        require(kv_len >= 1, f"K/V length of row {row}", "at least 1", kv_len)
+    _tables(lengths, block_tables, num_blocks, block_size)
+
+
+_kept_decode = functools.lru_cache(_KEPT_CHECKS)(_check_decode)
 
 
 def attention_decode(
@@ -174,14 +237,26 @@ def attention_decode(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
-    kv_lens: Sequence[int],
-    block_tables: Sequence[Sequence[int]],
+    kv_lens: IdVector,
+    block_tables: BlockLists,
 ) -> None:
     """Each query has at least one K/V row, its own."""
-    _attention(q, gate, k_cache, v_cache, kv_lens, block_tables)
-    require(len(kv_lens) == q.shape[0], "number of K/V lengths", q.shape[0], len(kv_lens))
-    for row, kv_len in enumerate(kv_lens):
-        require(kv_len >= 1, f"K/V length of row {row}", "at least 1", kv_len)
+    _attention(q, gate, k_cache, v_cache)
+    kept = isinstance(kv_lens, Ids) and isinstance(block_tables, BlockTables)
+    check = _kept_decode if kept else _check_decode
+    num_blocks, block_size = k_cache.shape[:2]
+    check(q.shape[0], num_blocks, block_size, kv_lens, block_tables)
+
+
+def _check_indices(num_rows: int, block_size: int, kv_indices: IdVector) -> None:
+    seen: set[int] = set()
+    for index in as_list(kv_indices, "kv_indices"):
+        require(0 <= index < num_rows, "K/V index", f"in [0, {num_rows})", index)
+        require(index < block_size or index not in seen, "K/V index", "used once", index)
+        seen.add(index)
+
+
+_kept_indices = functools.lru_cache(_KEPT_CHECKS)(_check_indices)
 
 
 def write_kv(
@@ -189,7 +264,7 @@ def write_kv(
     v: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    kv_indices: Sequence[int],
+    kv_indices: IdVector,
 ) -> None:
     """A place for each row; only those of block 0, the padding block, may be hit twice.
 
@@ -200,16 +275,13 @@ def write_kv(
     shape(k_cache, "k_cache", None, None, *k.shape[1:])
     shape(v_cache, "v_cache", *k_cache.shape)
     same_dtype(k, v=v, k_cache=k_cache, v_cache=v_cache)
+    same_device(k, v=v, k_cache=k_cache, v_cache=v_cache)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         flat = cache.stride(0) == cache.shape[1] * cache.stride(1) or cache.shape[0] <= 1
         require(flat, f"strides of {name}", "blocks back to back", cache.stride())
     num_blocks, block_size = k_cache.shape[:2]
-    num_rows = num_blocks * block_size
-    seen: set[int] = set()
-    for index in kv_indices:
-        require(0 <= index < num_rows, "K/V index", f"in [0, {num_rows})", index)
-        require(index < block_size or index not in seen, "K/V index", "used once", index)
-        seen.add(index)
+    check = _kept_indices if isinstance(kv_indices, Ids) else _check_indices
+    check(num_blocks * block_size, block_size, kv_indices)
 
 
 def _arena(arena: torch.Tensor, written_slots: Sequence[int]) -> None:

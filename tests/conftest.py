@@ -10,3 +10,6 @@ torch.set_num_threads(1)  # small threaded ops collapse beside another busy proc
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+# Triton decides when it is imported whether it interprets: those tests are a process of their own.
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]

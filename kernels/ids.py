@@ -1,0 +1,88 @@
+"""Id vectors that the host knows and a device holds.
+
+Every op checks its ids on the host before anything is launched and reads them on the device. Making
+both at once, when a step is laid out, costs one small upload and no synchronisation; and because
+these objects never change and are compared by identity, what is derived from them (the checks, the
+chunk tables) is made once a step and not once a layer.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.slot_rules import require
+
+
+def _upload(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    if torch.device(device).type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class Ids:
+    """A vector of ids: `host`, a tuple, and `tensor` [N] int64 on the device. Immutable."""
+
+    __slots__ = ("host", "tensor")
+
+    def __init__(self, values: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.host = tuple(values)
+        self.tensor = _upload(torch.tensor(self.host, dtype=torch.int64), device)
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def __repr__(self) -> str:
+        return f"Ids({list(self.host)}, device='{self.tensor.device}')"
+
+
+class BlockTables:
+    """K/V blocks of N sequences: `host`, tuples, and `tensor` [N, longest] int32, padded with 0."""
+
+    __slots__ = ("host", "tensor")
+
+    def __init__(self, tables: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> None:
+        self.host = tuple(tuple(table) for table in tables)
+        longest = max((len(table) for table in self.host), default=0)
+        padded = [[*table, *[0] * (longest - len(table))] for table in self.host]
+        host = torch.tensor(padded, dtype=torch.int32).view(len(padded), longest)
+        self.tensor = _upload(host, device)
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def __repr__(self) -> str:
+        return f"BlockTables({[list(table) for table in self.host]})"
+
+
+# What ops accept as ids. A tensor is read back, which waits for a device: for tests and scripts.
+IdVector = Ids | torch.Tensor | Sequence[int]
+
+
+def as_ids(ids: IdVector, name: str, device: torch.device) -> Ids:
+    """`ids` on this device; ValueError when they lie on another one."""
+    if isinstance(ids, Ids):
+        require(ids.tensor.device == device, f"device of {name}", device, ids.tensor.device)
+        return ids
+    return Ids(as_list(ids, name), device)
+
+
+def as_list(ids: IdVector, name: str) -> Sequence[int]:
+    """The values on the host; ValueError unless they are an int64 vector or integers."""
+    if isinstance(ids, Ids):
+        return ids.host
+    if isinstance(ids, torch.Tensor):
+        ok = ids.dtype == torch.int64 and ids.ndim == 1
+        require(ok, name, "an int64 vector", f"{ids.dtype} {list(ids.shape)}")
+        return ids.tolist()
+    for value in ids:
+        require(type(value) is int, name, "integers", repr(value))
+    return ids
+
+
+def as_tables(tables: BlockTables | Sequence[Sequence[int]], device: torch.device) -> BlockTables:
+    """`tables` on this device; ValueError when they lie on another one."""
+    if isinstance(tables, BlockTables):
+        there = tables.tensor.device
+        require(there == device, "device of block_tables", device, there)
+        return tables
+    return BlockTables(tables, device)

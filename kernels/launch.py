@@ -1,0 +1,104 @@
+"""How Triton kernels are launched: one place for fixed options, targets, and for looking on.
+
+Nothing is autotuned: another tiling or number of warps is another order of additions, so other
+bits, and tuning a kernel that works in place would corrupt the pool. Tiles are fixed for each
+target in the module of the kernel.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton decides when it is imported
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a kernel is compiled for: 'sm_80', 'sm_90', 'sm_100' or 'gfx942', and how wide it is."""
+
+    name: str
+    num_processors: int = 132
+
+    @property
+    def is_amd(self) -> bool:
+        return self.name.startswith("gfx")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as it was asked for."""
+
+    kernel: Any  # triton.JITFunction
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constexprs: dict[str, Any]
+    options: dict[str, Any]
+
+
+_recording: ContextVar[tuple[Target, list[Launch]] | None] = ContextVar("recording", default=None)
+
+
+@contextmanager
+def recording(target: Target) -> Iterator[list[Launch]]:
+    """Inside, launches are written down for `target` and not run: tensors may be on 'meta'."""
+    launches: list[Launch] = []
+    token = _recording.set((target, launches))
+    try:
+        yield launches
+    finally:
+        _recording.reset(token)
+
+
+def target_of(device: torch.device) -> Target:
+    """The target of the kernels that run on this device."""
+    recorded = _recording.get()
+    return recorded[0] if recorded is not None else _device_target(device)
+
+
+@functools.lru_cache
+def _device_target(device: torch.device) -> Target:
+    if device.type != "cuda":
+        return Target("sm_90", num_processors=4)  # the interpreter
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        name = properties.gcnArchName.split(":")[0]
+    else:
+        name = f"sm_{min(properties.major, 10)}0"
+    return Target(name, properties.multi_processor_count)
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int,
+    num_stages: int,
+    **constexprs: Any,
+) -> None:
+    """Run `kernel` on `grid`; an empty grid runs nothing. Multiplications and additions stay two
+    roundings (no fused ones), whatever the compiler's default."""
+    if math.prod(grid) == 0:
+        return
+    options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
+    recorded = _recording.get()
+    if recorded is not None:
+        recorded[1].append(Launch(kernel, grid, args, constexprs, options))
+        return
+    kernel[grid](*args, **constexprs, **options)
+
+
+def runs_here(device: torch.device) -> None:
+    """ValueError unless Triton kernels can run on tensors of this device."""
+    if _recording.get() is not None or device.type == "cuda":
+        return
+    if not (INTERPRETED and device.type == "cpu"):
+        raise ValueError(
+            f"device: expected 'cuda', or 'cpu' with TRITON_INTERPRET=1 set at start, got {device}"
+        )
