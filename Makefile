@@ -4,11 +4,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit mutations bench clean
+.PHONY: help setup demo test lint unit interpreter aot gpu-check mutations bench clean
 
 # List the targets.
 help:
-	@awk '/^# /{text=substr($$0,3)} /^[a-z-]+:/{split($$0,a,":"); printf "%-10s %s\n", a[1], text}' Makefile
+	@awk '/^# /{text=substr($$0,3)} /^[a-z-]+:/{split($$0,a,":"); printf "%-12s %s\n", a[1], text}' Makefile
 
 # Create .venv and install requirements.txt, if that has not been done.
 setup: $(STAMP)
@@ -26,8 +26,8 @@ demo: setup
 	@echo "demo: python -m experiments.warm_start"
 	@$(BIN)/python -m experiments.warm_start
 
-# Lint, type check and all tests.
-test: setup lint unit
+# Lint, type check, all tests, the Triton kernels interpreted and compiled for every GPU.
+test: setup lint unit interpreter aot
 
 # ruff and mypy.
 lint: setup
@@ -40,6 +40,20 @@ lint: setup
 unit: setup
 	@echo "unit: pytest on two processes"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The Triton kernels, run by Triton's interpreter: needs no GPU.
+interpreter: setup
+	@echo "interpreter: pytest tests/interpreter on two processes"
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/interpreter
+
+# Compile every Triton kernel for sm_80, sm_90, sm_100 and gfx942; fail on spills. Needs no GPU.
+aot: setup
+	@echo "aot: compiling every kernel for every target"
+	@$(BIN)/python -m experiments.aot --quiet
+
+# On a GPU machine, with its own Python: check and time every kernel (under five minutes).
+gpu-check:
+	@$(PYTHON) -m experiments.gpu_check
 
 # Break the code on purpose, one line at a time, and see the tests notice.
 mutations: setup

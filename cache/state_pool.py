@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from cache.ops import LinearStateCacheOp, RestoreOutcome
-from kernels import ops_for
+from kernels import Ops, ops_for
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,12 @@ class StatePool:
     Slot 0 is padding. The pool owns the memory, `LinearStateBlockManager` owns the ids.
     """
 
-    def __init__(self, num_slots: int, shape: StateShape, device: str = "cpu") -> None:
+    def __init__(
+        self, num_slots: int, shape: StateShape, device: str = "cpu", ops: Ops | None = None
+    ) -> None:
+        """ops: what copies slots; None: what the device takes by itself."""
         self.shape = shape
+        self._ops = ops_for(torch.device(device).type) if ops is None else ops
         self.num_slots = num_slots
         self.arena = torch.zeros(num_slots, shape.slot_bytes, dtype=torch.uint8, device=device)
         self.states = self._view(
@@ -85,7 +89,7 @@ class StatePool:
 
     def copy(self, sources: list[int], destinations: list[int]) -> None:
         """Copy whole slots, all layers, states and windows, in one call."""
-        ops_for(self.arena.device.type).copy_slots(self.arena, sources, destinations)
+        self._ops.copy_slots(self.arena, sources, destinations)
 
 
 def restore_linear_state_slots(

@@ -7,6 +7,7 @@ import torch
 from cache.ops import LinearStateCacheOp
 from engine.sequence import Sequence
 from kernels import KERNEL_CHUNK
+from kernels.ids import BlockTables, Ids
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Batch:
 class StateSlots:
     """Slot ids of some rows for one step: where the state is read and where it is written."""
 
-    read: torch.Tensor  # [N] int64, -1: zero state
-    write: torch.Tensor  # [N] int64
+    read: Ids  # [N], -1: zero state
+    write: Ids  # [N]
 
 
 @dataclass(frozen=True)
@@ -65,20 +66,20 @@ class ModelInputs:
 
     token_ids: torch.Tensor  # [R] int64
     positions: torch.Tensor  # [R] int64
-    kv_indices: torch.Tensor  # [R] int64, flat K/V rows
+    kv_indices: Ids  # [R], flat K/V rows
     logit_rows: torch.Tensor  # [num_logits] int64
-    cu_seqlens: torch.Tensor  # [Np + 1] int64
-    start_positions: list[int]  # Np
-    prefill_block_tables: list[list[int]]  # Np
+    cu_seqlens: Ids  # [Np + 1]
+    start_positions: Ids  # [Np]
+    prefill_block_tables: BlockTables  # Np
     prefill_slots: StateSlots
-    snapshot_slots: torch.Tensor  # [chunks of all prefills] int64, -1: none
-    kv_lens: list[int]  # N, K/V rows of each decoding sequence, its own included
-    decode_block_tables: list[list[int]]  # N
+    snapshot_slots: Ids  # [chunks of all prefills], -1: none
+    kv_lens: Ids  # [N], K/V rows of each decoding sequence, its own included
+    decode_block_tables: BlockTables  # N
     decode_slots: StateSlots
 
     @property
     def num_prefill_tokens(self) -> int:
-        return int(self.cu_seqlens[-1])
+        return self.cu_seqlens.host[-1]
 
     @property
     def num_decodes(self) -> int:
@@ -86,9 +87,10 @@ class ModelInputs:
 
 
 def build_inputs(
-    rows: list[ScheduledRow], read_slots: list[int], *, block_size: int
+    rows: list[ScheduledRow], read_slots: list[int], *, block_size: int, device: str = "cpu"
 ) -> ModelInputs:
-    """Lay rows out for the model. read_slots[i] is where row i finds its state (-1: zero)."""
+    """Lay rows out for the model on its device. read_slots[i] is where row i finds its state (-1:
+    zero)."""
     order = sorted(range(len(rows)), key=lambda i: not rows[i].is_prefill)  # stable
     prefills = [i for i in order if rows[i].is_prefill]
     decodes = [i for i in order if not rows[i].is_prefill]
@@ -111,35 +113,34 @@ def build_inputs(
         if row.is_prefill:
             cu_seqlens.append(len(token_ids))
     return ModelInputs(
-        token_ids=torch.tensor(token_ids),
-        positions=torch.tensor(positions),
-        kv_indices=torch.tensor(kv_indices),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        cu_seqlens=torch.tensor(cu_seqlens),
-        start_positions=[rows[i].start for i in prefills],
-        prefill_block_tables=[list(rows[i].seq.block_table) for i in prefills],
-        prefill_slots=_state_slots(rows, read_slots, prefills),
-        snapshot_slots=_snapshot_slots([rows[i] for i in prefills]),
-        kv_lens=[rows[i].end for i in decodes],
-        decode_block_tables=[list(rows[i].seq.block_table) for i in decodes],
-        decode_slots=_state_slots(rows, read_slots, decodes),
+        token_ids=Ids(token_ids, device).tensor,
+        positions=Ids(positions, device).tensor,
+        kv_indices=Ids(kv_indices, device),
+        logit_rows=Ids(logit_rows, device).tensor,
+        cu_seqlens=Ids(cu_seqlens, device),
+        start_positions=Ids([rows[i].start for i in prefills], device),
+        prefill_block_tables=BlockTables([rows[i].seq.block_table for i in prefills], device),
+        prefill_slots=_state_slots(rows, read_slots, prefills, device),
+        snapshot_slots=Ids(_snapshot_slots([rows[i] for i in prefills]), device),
+        kv_lens=Ids([rows[i].end for i in decodes], device),
+        decode_block_tables=BlockTables([rows[i].seq.block_table for i in decodes], device),
+        decode_slots=_state_slots(rows, read_slots, decodes, device),
     )
 
 
-def _state_slots(rows: list[ScheduledRow], read_slots: list[int], which: list[int]) -> StateSlots:
+def _state_slots(
+    rows: list[ScheduledRow], read_slots: list[int], which: list[int], device: str
+) -> StateSlots:
     ops = [rows[i].op for i in which]
     write = [0 if op is None else op.linear_state_id for op in ops]
-    return StateSlots(
-        torch.tensor([read_slots[i] for i in which], dtype=torch.int64),
-        torch.tensor(write, dtype=torch.int64),
-    )
+    return StateSlots(Ids([read_slots[i] for i in which], device), Ids(write, device))
 
 
-def _snapshot_slots(prefills: list[ScheduledRow]) -> torch.Tensor:
+def _snapshot_slots(prefills: list[ScheduledRow]) -> list[int]:
     slots: list[int] = []
     for row in prefills:
         wanted = dict(row.snapshots)
         ends = range(row.start + KERNEL_CHUNK, row.end + KERNEL_CHUNK, KERNEL_CHUNK)
         slots.extend(wanted.pop(end, -1) for end in ends)
         assert not wanted, f"snapshots off the kernel grid: {wanted}"
-    return torch.tensor(slots, dtype=torch.int64)
+    return slots

@@ -3,10 +3,11 @@
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from kernels import KERNEL_CHUNK
+from kernels import DELTA_RULES, IMPLEMENTATIONS, KERNEL_CHUNK, MATMULS
 
 Restore = Literal["copy", "redirect"]
 _DTYPES = ("float32", "bfloat16")
+_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +25,12 @@ class EngineConfig:
         first prefill gets a whole stride even if they leave less.
     restore: "redirect": the first step after a hit reads the checkpoint and writes the live slot;
         "copy": one fused copy first. Equal bits.
-    device, dtype: where and in what the model runs; dtype None: as the weights are. States are
-        always float32.
+    device, dtype: where ("cpu", "cuda") and in what the model runs; dtype None: as the weights are.
+        States are always float32.
+    kernels: "torch" (on the CPU) or "triton" (on CUDA and ROCm devices, or interpreted on the CPU);
+        "auto": as the device needs.
+    delta_rule, matmul: with Triton, "fla" prefills with flash-linear-attention's chunk kernel and
+        "library" multiplies with the library's matmul, for comparison: a hit may then change bits.
     hash_seed: seed of the prefix hashes.
     memory_budget_bytes: for states and K/V together.
     max_model_len: longest prompt + answer; None: the model's own limit.
@@ -42,6 +47,9 @@ class EngineConfig:
     restore: Restore = "redirect"
     device: str = "cpu"
     dtype: str | None = None
+    kernels: str = "auto"
+    delta_rule: str = "own"
+    matmul: str = "invariant"
     hash_seed: int = 0
     memory_budget_bytes: int = 2 << 30
     max_model_len: int | None = None
@@ -87,7 +95,10 @@ class EngineConfig:
         self._require(
             self.restore in get_args(Restore), "restore", f"must be one of {get_args(Restore)}"
         )
-        self._require(self.device == "cpu", "device", "must be 'cpu'")
+        self._require(self.device in _DEVICES, "device", f"must be in {_DEVICES}")
+        self._require(self.kernels in IMPLEMENTATIONS, "kernels", f"must be in {IMPLEMENTATIONS}")
+        self._require(self.delta_rule in DELTA_RULES, "delta_rule", f"must be in {DELTA_RULES}")
+        self._require(self.matmul in MATMULS, "matmul", f"must be in {MATMULS}")
         self._require(self.dtype in (None, *_DTYPES), "dtype", f"must be None or in {_DTYPES}")
         self._require(0 <= self.hash_seed < 1 << 64, "hash_seed", "must be in [0, 2**64)")
 

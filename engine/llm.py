@@ -34,6 +34,7 @@ from engine.sequence import Sequence
 from engine.tokenizer import Tokenizer
 from engine.weights import read_weights
 from engine.worker import Model, Worker
+from kernels import ops_for
 
 
 class LLM:
@@ -51,12 +52,22 @@ class LLM:
         if unknown:
             raise ValueError(f"unknown settings {unknown}; known are {known}")
         engine_config = EngineConfig(**config)  # type: ignore[arg-type]
+        if engine_config.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device='cuda': torch finds no such device here; use device='cpu'")
         model_config = ModelConfig.from_directory(model)
         dtype = getattr(torch, engine_config.dtype or model_config.weights_dtype or "float32")
         if dtype == torch.float16:
             dtype = torch.float32  # float16 weights run wider: nothing is lost
+        ops = ops_for(
+            engine_config.device,
+            implementation=engine_config.kernels,
+            delta_rule=engine_config.delta_rule,
+            matmul=engine_config.matmul,
+        )
         weights = read_weights(model, model_config)
-        loaded = Qwen35Model(model_config, weights, dtype=dtype, device=engine_config.device)
+        loaded = Qwen35Model(
+            model_config, weights, dtype=dtype, device=engine_config.device, ops=ops
+        )
         self._start(loaded, engine_config, Tokenizer.from_directory(model))
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from types import ModuleType
 
 import torch
 
@@ -10,8 +9,8 @@ from cache.state_pool import StatePool, StateShape
 from engine.batch import ModelInputs, StateSlots
 from engine.model_config import ModelConfig
 from engine.weights import expected_tensors
-from kernels import ops_for
-from kernels.linear import PackedLinear
+from kernels import Ops, ops_for
+from kernels.heads import split_heads
 
 Tensors = dict[str, torch.Tensor]
 
@@ -19,41 +18,41 @@ Tensors = dict[str, torch.Tensor]
 class GatedDeltaNet:
     """One linear-attention mixer. Its state lives in layer `index` of the state pool."""
 
-    def __init__(self, tensors: Tensors, config: ModelConfig, index: int, ops: ModuleType) -> None:
+    def __init__(self, tensors: Tensors, config: ModelConfig, index: int, ops: Ops) -> None:
         self.config, self.index, self.ops = config, index, ops
         projections = ("qkv", "z", "b", "a")
-        self.in_proj = PackedLinear(
+        self.in_proj = ops.linear(
             torch.cat([tensors.pop(f"in_proj_{name}.weight") for name in projections])
         )
         self.conv_weight = tensors.pop("conv1d.weight").squeeze(1)  # [C, W]
         self.A_log = tensors.pop("A_log").float()
         self.dt_bias = tensors.pop("dt_bias").float()
         self.norm = tensors.pop("norm.weight").float()
-        self.out_proj = PackedLinear(tensors.pop("out_proj.weight"))
+        self.out_proj = ops.linear(tensors.pop("out_proj.weight"))
 
     def __call__(self, x: torch.Tensor, inputs: ModelInputs, pool: StatePool) -> torch.Tensor:
         """x [R, hidden] -> [R, hidden]"""
         c = self.config
         heads = c.linear_num_value_heads
-        qkv, z, b, a = self.in_proj(x).split(
+        P, N = inputs.num_prefill_tokens, inputs.num_decodes
+        qkv, z, b, a = self.in_proj(x, P).split(
             [c.conv_channels, c.value_channels, heads, heads], dim=-1
         )
-        g, beta = self.ops.delta_gates(a, b, self.A_log, self.dt_bias)
-        P, N = inputs.num_prefill_tokens, inputs.num_decodes
-        mixed = torch.empty(x.shape[0], heads, c.linear_value_head_dim)
+        mixed = []
         if P:
-            mixed[:P] = self._prefill(qkv[:P], g[:P], beta[:P], inputs, pool)
+            mixed.append(self._prefill(qkv[:P], a[:P], b[:P], inputs, pool))
         if N:
-            mixed[P:] = self._step(qkv[P:], g[P:], beta[P:], inputs.decode_slots, pool)
+            mixed.append(self._step(qkv[P:], a[P:], b[P:], inputs.decode_slots, pool))
+        o = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         z = z.unflatten(-1, (heads, -1))
-        normed = self.ops.gated_rms_norm(mixed, z, self.norm, eps=c.rms_norm_eps)
-        return self.out_proj(normed.flatten(1))
+        normed = self.ops.gated_rms_norm(o, z, self.norm, eps=c.rms_norm_eps)
+        return self.out_proj(normed.flatten(1), P)
 
     def _prefill(
         self,
         qkv: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
         inputs: ModelInputs,
         pool: StatePool,
     ) -> torch.Tensor:
@@ -65,40 +64,42 @@ class GatedDeltaNet:
         )
         windows, states = pool.windows[:, self.index], pool.states[:, self.index]
         qkv = self.ops.causal_conv_prefill(qkv, self.conv_weight, windows, **where)
-        return self.ops.gated_delta_prefill(*self._heads(qkv), g, beta, states, **where)
+        q, k, v = split_heads(qkv, states, self.config.linear_num_key_heads)
+        g, beta = self.ops.delta_gates(a, b, self.A_log, self.dt_bias)
+        return self.ops.gated_delta_prefill(q, k, v, g, beta, states, **where)
 
     def _step(
         self,
         qkv: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
         slots: StateSlots,
         pool: StatePool,
     ) -> torch.Tensor:
-        where = dict(read_slots=slots.read, write_slots=slots.write)
-        windows, states = pool.windows[:, self.index], pool.states[:, self.index]
-        qkv = self.ops.causal_conv_step(qkv, self.conv_weight, windows, **where)
-        return self.ops.gated_delta_step(*self._heads(qkv), g, beta, states, **where)
-
-    def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[T, C] -> q, k [T, H, K], v [T, HV, V]"""
-        c = self.config
-        q, k, v = qkv.split([c.key_channels, c.key_channels, c.value_channels], dim=-1)
-        nk, nv = c.linear_num_key_heads, c.linear_num_value_heads
-        return q.unflatten(-1, (nk, -1)), k.unflatten(-1, (nk, -1)), v.unflatten(-1, (nv, -1))
+        return self.ops.gated_delta_net_step(
+            qkv,
+            a,
+            b,
+            self.conv_weight,
+            self.A_log,
+            self.dt_bias,
+            pool.windows[:, self.index],
+            pool.states[:, self.index],
+            num_key_heads=self.config.linear_num_key_heads,
+            read_slots=slots.read,
+            write_slots=slots.write,
+        )
 
 
 class GatedAttention:
     """One full-attention mixer. Its K/V live in layer `index` of the K/V cache."""
 
-    def __init__(self, tensors: Tensors, config: ModelConfig, index: int, ops: ModuleType) -> None:
+    def __init__(self, tensors: Tensors, config: ModelConfig, index: int, ops: Ops) -> None:
         self.config, self.index, self.ops = config, index, ops
-        self.in_proj = PackedLinear(
-            torch.cat([tensors.pop(f"{name}_proj.weight") for name in "qkv"])
-        )
+        self.in_proj = ops.linear(torch.cat([tensors.pop(f"{name}_proj.weight") for name in "qkv"]))
         self.q_norm = tensors.pop("q_norm.weight").float()
         self.k_norm = tensors.pop("k_norm.weight").float()
-        self.out_proj = PackedLinear(tensors.pop("o_proj.weight"))
+        self.out_proj = ops.linear(tensors.pop("o_proj.weight"))
 
     def __call__(
         self,
@@ -110,17 +111,18 @@ class GatedAttention:
         """x [R, hidden] -> [R, hidden]"""
         c, ops = self.config, self.ops
         heads, kv, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        q_gate, k, v = self.in_proj(x).split([2 * heads * D, kv * D, kv * D], dim=-1)
+        P, N = inputs.num_prefill_tokens, inputs.num_decodes
+        q_gate, k, v = self.in_proj(x, P).split([2 * heads * D, kv * D, kv * D], dim=-1)
         q, gate = q_gate.unflatten(-1, (heads, 2, D)).unbind(2)  # per head: query, then gate
-        q = ops.rotary(ops.rms_norm(q, self.q_norm, eps=c.rms_norm_eps), *rotations)
-        k = k.unflatten(-1, (kv, D))
-        k = ops.rotary(ops.rms_norm(k, self.k_norm, eps=c.rms_norm_eps), *rotations)
+        q = ops.qk_norm_rotary(q, self.q_norm, *rotations, eps=c.rms_norm_eps)
+        k = ops.qk_norm_rotary(
+            k.unflatten(-1, (kv, D)), self.k_norm, *rotations, eps=c.rms_norm_eps
+        )
         k_cache, v_cache = kv_cache[self.index]
         ops.write_kv(k, v.unflatten(-1, (kv, D)), k_cache, v_cache, inputs.kv_indices)
-        P, N = inputs.num_prefill_tokens, inputs.num_decodes
-        mixed = torch.empty(x.shape[0], heads, D, dtype=x.dtype)
+        mixed = []
         if P:
-            mixed[:P] = ops.attention_prefill(
+            prefilled = ops.attention_prefill(
                 q[:P],
                 gate[:P],
                 k_cache,
@@ -129,8 +131,9 @@ class GatedAttention:
                 start_positions=inputs.start_positions,
                 block_tables=inputs.prefill_block_tables,
             )
+            mixed.append(prefilled)
         if N:
-            mixed[P:] = ops.attention_decode(
+            decoded = ops.attention_decode(
                 q[P:],
                 gate[P:],
                 k_cache,
@@ -138,21 +141,23 @@ class GatedAttention:
                 kv_lens=inputs.kv_lens,
                 block_tables=inputs.decode_block_tables,
             )
-        return self.out_proj(mixed.flatten(1))
+            mixed.append(decoded)
+        o = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        return self.out_proj(o.flatten(1), P)
 
 
 class DecoderLayer:
     """Norm, mixer, norm, SwiGLU, with residuals."""
 
     def __init__(
-        self, tensors: Tensors, config: ModelConfig, kind: str, index: int, ops: ModuleType
+        self, tensors: Tensors, config: ModelConfig, kind: str, index: int, ops: Ops
     ) -> None:
         self.eps, self.ops = config.rms_norm_eps, ops
         self.input_norm = tensors.pop("input_layernorm.weight").float()
         self.post_norm = tensors.pop("post_attention_layernorm.weight").float()
         gate_up = [tensors.pop(f"mlp.{name}_proj.weight") for name in ("gate", "up")]
-        self.gate_up = PackedLinear(torch.cat(gate_up))
-        self.down = PackedLinear(tensors.pop("mlp.down_proj.weight"))
+        self.gate_up = ops.linear(torch.cat(gate_up))
+        self.down = ops.linear(tensors.pop("mlp.down_proj.weight"))
         mixer_type = GatedDeltaNet if kind == "linear_attention" else GatedAttention
         mixer = {name.split(".", 1)[1]: tensors.pop(name) for name in list(tensors)}
         self.mixer: GatedDeltaNet | GatedAttention = mixer_type(mixer, config, index, ops)
@@ -174,13 +179,15 @@ class DecoderLayer:
         else:
             x += self.mixer(h, inputs, kv_cache, rotations)
         h = self.ops.rms_norm(x, self.post_norm, eps=self.eps)
-        x += self.down(self.ops.swiglu(self.gate_up(h)))
+        P = inputs.num_prefill_tokens
+        x += self.down(self.ops.swiglu(self.gate_up(h, P)), P)
         return x
 
 
 class Qwen35Model:
     """All layers, the embedding and the head.
 
+    ops: `kernels.ops_for`; None: what the device takes by itself.
     weights: (canonical name, tensor), one at a time (`engine.weights.read_weights`); each layer is
     packed when its last tensor has come, so at most one layer is held twice.
     """
@@ -192,9 +199,10 @@ class Qwen35Model:
         *,
         dtype: torch.dtype,
         device: str = "cpu",
+        ops: Ops | None = None,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        self.ops = ops_for(device)
+        self.ops = ops_for(device) if ops is None else ops
         self._layers: dict[int, DecoderLayer] = {}
         sizes = Counter(
             int(name.split(".")[1]) for name in expected_tensors(config) if "layers." in name
@@ -214,8 +222,8 @@ class Qwen35Model:
         assert not pending, f"incomplete layers {sorted(pending)}"
         self.layers = [self._layers[i] for i in range(config.num_hidden_layers)]
         if config.tie_word_embeddings:
-            self.head = PackedLinear(self.embedding)
-        self._cos, self._sin = _rotations(config)
+            self.head = self.ops.linear(self.embedding)
+        self._cos, self._sin = (table.to(device) for table in _rotations(config))
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         if name == "embed_tokens.weight":
@@ -224,7 +232,7 @@ class Qwen35Model:
             self.norm = tensor.float()
         else:
             assert name == "lm_head.weight", name
-            self.head = PackedLinear(tensor)
+            self.head = self.ops.linear(tensor)
 
     def _build(self, number: int, tensors: Tensors) -> DecoderLayer:
         kind = self.config.layer_types[number]
@@ -254,10 +262,16 @@ class Qwen35Model:
         """The state pool, and K/V [full layers, 2, num_blocks, block_size, kv, D], both zeroed."""
         c = self.config
         shape = self.state_shape
-        pool = None if shape is None else StatePool(num_slots, shape, self.device)
+        pool = None if shape is None else StatePool(num_slots, shape, self.device, self.ops)
         heads = (c.num_key_value_heads, c.head_dim)
         kv_cache = torch.zeros(
-            c.num_full_layers, 2, num_blocks, block_size, *heads, dtype=self.dtype
+            c.num_full_layers,
+            2,
+            num_blocks,
+            block_size,
+            *heads,
+            dtype=self.dtype,
+            device=self.device,
         )
         return pool, kv_cache
 

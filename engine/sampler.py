@@ -26,6 +26,8 @@ def sample(seq: Sequence, logits: torch.Tensor) -> Choice | None:
     if not logits.max().isfinite():  # the maximum of NaN is NaN; single entries may be -inf
         return None
     params = seq.sampling
+    if params.temperature > 0.0 or params.return_logits:
+        logits = logits.cpu()  # seeded draws are the same on every device
     token_id = int(logits.argmax()) if params.temperature == 0.0 else _draw(seq, logits)
     logprobs = None
     if params.logprobs is not None:

@@ -71,7 +71,12 @@ class Worker:
         rows = [batch.rows[i] for i in ran]
         if not rows:
             return StepResult([], torch.empty(0, 0), cold)
-        inputs = build_inputs(rows, [read_slots[i] for i in ran], block_size=self.config.block_size)
+        inputs = build_inputs(
+            rows,
+            [read_slots[i] for i in ran],
+            block_size=self.config.block_size,
+            device=self.config.device,
+        )
         logits = self.model.forward(inputs, self.state_pool, self.kv_cache)
         return StepResult(rows, logits, cold)
 

@@ -31,6 +31,9 @@ class Ids:
     def __len__(self) -> int:
         return len(self.host)
 
+    def tolist(self) -> list[int]:
+        return list(self.host)
+
     def __repr__(self) -> str:
         return f"Ids({list(self.host)}, device='{self.tensor.device}')"
 
@@ -50,8 +53,11 @@ class BlockTables:
     def __len__(self) -> int:
         return len(self.host)
 
+    def tolist(self) -> list[list[int]]:
+        return [list(table) for table in self.host]
+
     def __repr__(self) -> str:
-        return f"BlockTables({[list(table) for table in self.host]})"
+        return f"BlockTables({self.tolist()})"
 
 
 # What ops accept as ids. A tensor is read back, which waits for a device: for tests and scripts.

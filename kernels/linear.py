@@ -40,7 +40,8 @@ class PackedLinear:
             else weight.contiguous()
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, num_prefill_rows: int | None = None) -> torch.Tensor:
+        """num_prefill_rows: no matter here, all rows are computed alike."""
         rows = x.shape[0]
         padding = int(rows == 1) if self._packed else -rows % _FALLBACK_ROW_MULTIPLE
         if padding:

@@ -8,12 +8,16 @@ cut. Ops on packed rows use `elementwise`, whose values do not depend on an elem
 Shapes and the slot vectors are those of `reference.py`.
 """
 
+from typing import Any
+
 import torch
 
 from kernels import validate
 from kernels.constants import KERNEL_CHUNK
 from kernels.elementwise import sigmoid, silu, softplus
+from kernels.heads import split_heads
 from kernels.ids import IdVector
+from kernels.linear import PackedLinear as linear
 from kernels.torch_attention import attention_decode, attention_prefill, write_kv
 from kernels.torch_conv import causal_conv_prefill, causal_conv_step
 
@@ -24,9 +28,12 @@ __all__ = [
     "causal_conv_step",
     "copy_slots",
     "delta_gates",
+    "gated_delta_net_step",
     "gated_delta_prefill",
     "gated_delta_step",
     "gated_rms_norm",
+    "linear",
+    "qk_norm_rotary",
     "rms_norm",
     "rotary",
     "swiglu",
@@ -70,6 +77,13 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     out[..., :half] = x1 * cos - x2 * sin
     out[..., half : 2 * half] = x2 * cos + x1 * sin
     return out
+
+
+def qk_norm_rotary(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, eps: float
+) -> torch.Tensor:
+    """`rotary` of `rms_norm`, for the queries and keys [R, heads, D] of attention."""
+    return rotary(rms_norm(x, weight, eps=eps), cos, sin)
 
 
 def delta_gates(
@@ -235,6 +249,37 @@ def gated_delta_step(
             state.addcmul_(d[..., None], k[t, :, None, :])
             before = state
     return out
+
+
+def gated_delta_net_step(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    conv_weight: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    windows: torch.Tensor,
+    states: torch.Tensor,
+    *,
+    num_key_heads: int,
+    read_slots: IdVector,
+    write_slots: IdVector,
+    cu_seqlens: IdVector | None = None,
+) -> torch.Tensor:
+    """The mixer of a GDN layer for steps: convolution, gates and update.
+
+    qkv [T, C] with C = 2 H K + HV V, the heads of q, k and v side by side; a, b [T, HV] raw.
+    Returns o [T, HV, V] float32.
+    """
+    slots: dict[str, Any] = dict(read_slots=read_slots, write_slots=write_slots)
+    slots["cu_seqlens"] = cu_seqlens
+    validate.gated_delta_net_step(
+        qkv, a, b, conv_weight, A_log, dt_bias, windows, states, num_key_heads, slots
+    )
+    qkv = causal_conv_step(qkv, conv_weight, windows, **slots)
+    q, k, v = split_heads(qkv, states, num_key_heads)
+    g, beta = delta_gates(a, b, A_log, dt_bias)
+    return gated_delta_step(q, k, v, g, beta, states, **slots)
 
 
 def copy_slots(arena: torch.Tensor, sources: list[int], destinations: list[int]) -> None:

@@ -9,6 +9,7 @@ The rules for slots are in `slot_rules.py`.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from kernels.constants import KERNEL_CHUNK
 from kernels.ids import BlockTables, Ids, IdVector, as_list
 from kernels.slot_rules import require, row_slots, segments, snapshots, step_slots
 
+Slots = dict[str, Any]  # read_slots, write_slots, cu_seqlens
 Segments = Sequence[tuple[int, int]]
 BlockLists = BlockTables | Sequence[Sequence[int]]
 
@@ -33,7 +35,7 @@ def shape(x: torch.Tensor, name: str, *sizes: int | None) -> None:
     require(ok, f"shape of {name}", ["*" if s is None else s for s in sizes], list(x.shape))
 
 
-def same_dtype(reference: torch.Tensor, **others: torch.Tensor) -> None:
+def same_dtype(reference: torch.Tensor, /, **others: torch.Tensor) -> None:
     """All have the floating dtype of `reference`."""
     require(reference.dtype.is_floating_point, "dtype", "a floating one", reference.dtype)
     for name, x in others.items():
@@ -50,7 +52,7 @@ def slot_view(pool: torch.Tensor, name: str) -> None:
     require(apart, f"slot stride of {name}", f"at least {inner}", pool.stride(0))
 
 
-def same_device(x: torch.Tensor, **others: torch.Tensor) -> None:
+def same_device(x: torch.Tensor, /, **others: torch.Tensor) -> None:
     """All lie where `x` does."""
     for name, other in others.items():
         require(other.device == x.device, f"device of {name}", x.device, other.device)
@@ -144,6 +146,32 @@ def gated_delta(
     slot_view(states, "states")
     num_slots = states.shape[0]
     return _rows(q.shape[0], num_slots, read_slots, write_slots, cu_seqlens, snapshot_slots)
+
+
+def gated_delta_net_step(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    conv_weight: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    windows: torch.Tensor,
+    states: torch.Tensor,
+    num_key_heads: int,
+    slots: Slots,
+) -> None:
+    """All that its parts check, so that a refusal comes before the first of them writes."""
+    shape(states, "states", windows.shape[0], None, None, None)
+    HV, V, K = states.shape[1:]
+    grouped = num_key_heads > 0 and HV % num_key_heads == 0
+    require(grouped, "value heads", f"a multiple of {num_key_heads}", HV)
+    shape(qkv, "qkv", None, 2 * num_key_heads * K + HV * V)
+    shape(a, "a", qkv.shape[0], HV)
+    delta_gates(a, b, A_log, dt_bias)
+    require(states.dtype == torch.float32, "dtype of states", torch.float32, states.dtype)
+    slot_view(states, "states")
+    same_device(qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias, states=states)
+    causal_conv(qkv, conv_weight, windows, **slots)
 
 
 def _attention(

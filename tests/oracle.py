@@ -123,8 +123,8 @@ class OracleModel:
         rows = [*lengths, *([1] * inputs.num_decodes)]
         snapshots = inputs.snapshot_slots.tolist()
         _no_hazard(reads, writes, [slot for slot in snapshots if slot >= 0])
-        tables = [*inputs.prefill_block_tables, *inputs.decode_block_tables]
-        starts = [*inputs.start_positions, *(n - 1 for n in inputs.kv_lens)]
+        tables = [*inputs.prefill_block_tables.tolist(), *inputs.decode_block_tables.tolist()]
+        starts = [*inputs.start_positions.tolist(), *(n - 1 for n in inputs.kv_lens.tolist())]
         flat = kv_cache.view(-1)
         next_tokens: dict[int, int] = {}
         at, chunk = 0, 0
@@ -134,7 +134,7 @@ class OracleModel:
             state = State() if reads[index] < 0 else load(pool, reads[index])
             for position in range(start, start + length):
                 state.advance(int(inputs.token_ids[at]))
-                flat[inputs.kv_indices[at]] = state.value
+                flat[inputs.kv_indices.host[at]] = state.value
                 at += 1
                 done = position + 1 - start
                 if done % KERNEL_CHUNK == 0 or done == length:

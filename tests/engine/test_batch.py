@@ -39,7 +39,7 @@ def test_prefills_come_first_then_decodes():
     assert inputs.token_ids.tolist() == [14, 15, 16, 20, 21, 35, 43]
     assert inputs.positions.tolist() == [4, 5, 6, 0, 1, 5, 3]
     assert inputs.cu_seqlens.tolist() == [0, 3, 5]
-    assert inputs.start_positions == [4, 0]
+    assert inputs.start_positions.tolist() == [4, 0]
     assert (inputs.num_prefill_tokens, inputs.num_decodes) == (5, 2)
 
 
@@ -73,9 +73,9 @@ def test_states_are_read_and_written_where_the_rows_say():
 
 def test_block_tables_go_with_their_rows():
     inputs = mixed()
-    assert inputs.prefill_block_tables == [[5, 2, 7], [3]]
-    assert inputs.decode_block_tables == [[4, 6], [9, 1]]
-    assert inputs.kv_lens == [6, 4]
+    assert inputs.prefill_block_tables.tolist() == [[5, 2, 7], [3]]
+    assert inputs.decode_block_tables.tolist() == [[4, 6], [9, 1]]
+    assert inputs.kv_lens.tolist() == [6, 4]
 
 
 def test_tables_are_copies_that_later_steps_do_not_change():
@@ -83,7 +83,7 @@ def test_tables_are_copies_that_later_steps_do_not_change():
     seq = request([1, 2], blocks=[3])
     inputs = build_inputs([row(seq, 0, 2)], [-1], block_size=4)
     seq.block_table.append(9)
-    assert inputs.prefill_block_tables == [[3]]
+    assert inputs.prefill_block_tables.tolist() == [[3]]
 
 
 def test_snapshots_are_mapped_to_the_chunks_that_end_at_their_boundaries():
@@ -120,7 +120,7 @@ def test_rows_of_a_model_without_recurrent_layers_write_the_padding_slot():
 def test_a_step_of_decodes_only_has_no_prefill_part():
     inputs = build_inputs([DECODE], [8], block_size=4)
     assert inputs.cu_seqlens.tolist() == [0]
-    assert inputs.num_prefill_tokens == 0 and inputs.start_positions == []
+    assert inputs.num_prefill_tokens == 0 and inputs.start_positions.tolist() == []
     assert inputs.snapshot_slots.tolist() == [] and inputs.logit_rows.tolist() == [0]
     assert inputs.token_ids.tolist() == [35]
 
@@ -129,7 +129,8 @@ def test_a_step_of_decodes_only_has_no_prefill_part():
 def test_rows_are_packed_without_gaps_as_int64(lengths):
     rows = [row(request([7] * n, blocks=[1] * 5), 0, n) for n in lengths]
     inputs = build_inputs(rows, [-1] * len(rows), block_size=4)
-    for packed in (inputs.token_ids, inputs.positions, inputs.kv_indices):
+    for packed in (inputs.token_ids, inputs.positions, inputs.kv_indices.tensor):
         assert packed.shape == (sum(lengths),) and packed.dtype == torch.int64
-    assert inputs.cu_seqlens.dtype == inputs.logit_rows.dtype == torch.int64
-    assert inputs.prefill_slots.read.dtype == inputs.snapshot_slots.dtype == torch.int64
+    for ids in (inputs.cu_seqlens, inputs.prefill_slots.read, inputs.snapshot_slots):
+        assert ids.tensor.dtype == inputs.logit_rows.dtype == torch.int64
+        assert ids.tensor.tolist() == ids.tolist()

@@ -43,8 +43,8 @@ def fail_once(llm, monkeypatch, error=RuntimeError):
         written = [inputs.prefill_slots.write, inputs.decode_slots.write, inputs.snapshot_slots]
         if pool is not None:
             for slots in written:
-                pool.arena[slots[slots > 0]] = 255
-        kv_cache.flatten(2, 3)[:, :, inputs.kv_indices] = torch.nan
+                pool.arena[[slot for slot in slots.host if slot > 0]] = 255
+        kv_cache.flatten(2, 3)[:, :, inputs.kv_indices.tensor] = torch.nan
         raise error("the device is gone")
 
     monkeypatch.setattr(llm.worker.model, "forward", failing)
@@ -175,7 +175,7 @@ def spoil_once(llm, monkeypatch, row):
         logits[row] = torch.nan
         if len(logits) == 1:
             for slots in (inputs.prefill_slots.write, inputs.snapshot_slots):
-                pool.arena[slots[slots > 0]] = 255
+                pool.arena[[slot for slot in slots.host if slot > 0]] = 255
         return logits
 
     monkeypatch.setattr(llm.worker.model, "forward", spoiling)

@@ -132,6 +132,14 @@ def as_double(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.double() for t in tensors)
 
 
+def real_tokens(pack: Pack) -> torch.Tensor:
+    """A mask of the tokens outside padding rows, whose outputs mean nothing."""
+    mask = torch.zeros(pack.num_tokens, dtype=torch.bool)
+    for part, slot in zip(pack.segments(), pack.writes, strict=True):
+        mask[part] = slot != 0
+    return mask
+
+
 # Slot 0 and the two last slots of a pool are never used.
 PACKS = {
     "no rows": Pack([], [], []),
@@ -151,4 +159,62 @@ PACKS = {
     "mixed": Pack(
         [65, 0, 130, 1, 64, 2], [3, 3, -1, 9, 5, 0], [1, 2, 4, 6, 5, 0], {0: 7, 3: 8, 6: 10}
     ),
+}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Rows of steps: read slot a row, write slot a token, and how many tokens each row has."""
+
+    reads: list[int]
+    writes: list[int]
+    lengths: list[int] | None = None
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        return tuple(sorted({slot for slot in self.reads if slot > 0}))
+
+    @property
+    def written(self) -> set[int]:
+        return {*self.writes} - {0}
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.writes)
+
+    def vectors(self) -> dict[str, torch.Tensor]:
+        """The keyword arguments of a step op."""
+        ids = {"read_slots": self.reads, "write_slots": self.writes}
+        vectors = {name: torch.tensor(slots, dtype=torch.int64) for name, slots in ids.items()}
+        if self.lengths is not None:
+            vectors["cu_seqlens"] = torch.tensor([0, *self.lengths]).cumsum(0)
+        return vectors
+
+    def real_tokens(self) -> torch.Tensor:
+        """A mask of the tokens outside padding rows, whose outputs mean nothing."""
+        lengths = [1] * len(self.reads) if self.lengths is None else self.lengths
+        lengths = torch.tensor(lengths, dtype=torch.int64)
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        alone = lengths[rows] == 1
+        return ~(alone & (torch.tensor(self.writes) == 0))
+
+
+STEPS = {
+    "no rows": Steps([], []),
+    "fresh": Steps([-1], [1]),
+    "in place": Steps([2, 1, 5], [2, 1, 5]),
+    "redirected": Steps([2, 3], [1, 4]),
+    "one source": Steps([3, 3, 3], [1, 2, 4]),
+    "padding": Steps([0, 2, 0, -1], [0, 2, 0, 0]),
+    "mixed": Steps([4, 4, -1, 6, 0], [1, 2, 3, 6, 0]),
+}
+VERIFIES = {
+    "one row of four": Steps([1], [2, 3, 4, 5], [4]),
+    "rows of several lengths": Steps([1, -1, 6, 7], [2, 3, 4, 5, 8, 9, 10], [3, 1, 0, 3]),
+    "states between are not kept": Steps([1], [0, 0, 2], [3]),
+    "the last is not kept": Steps([1], [2, 3, 0], [3]),
+    "nothing is kept": Steps([-1, 1], [0, 0, 2], [2, 1]),
+    "one token in place beside drafts": Steps([1, 2], [1, 3, 4, 5], [1, 3]),
+    "one source": Steps([1, 1], [2, 3, 4, 5], [2, 2]),
+    "padding": Steps([0, 1, -1], [0, 2, 3, 0], [1, 2, 1]),
 }

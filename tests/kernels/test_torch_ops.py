@@ -8,14 +8,18 @@ from hypothesis import strategies as st
 from kernels import reference, torch_ops
 from tests.kernels.packs import (
     PACKS,
+    STEPS,
     TOLERANCE,
+    VERIFIES,
     Pack,
     Pool,
+    Steps,
     as_double,
     delta_inputs,
     error,
     generator,
     normal,
+    real_tokens,
     same_bits,
 )
 
@@ -27,14 +31,6 @@ HEAD_SHAPES = {  # H, HV, K, V
     "one to three, K above V": (1, 3, 64, 32),
     "one to four, V above K": (2, 8, 32, 64),
 }
-
-
-def real_tokens(pack: Pack) -> torch.Tensor:
-    """A mask of the tokens outside padding rows, whose outputs mean nothing."""
-    mask = torch.zeros(pack.num_tokens, dtype=torch.bool)
-    for part, slot in zip(pack.segments(), pack.writes, strict=True):
-        mask[part] = slot != 0
-    return mask
 
 
 def assert_pool_matches(pool: Pool, expected: Pool, before: Pool, written: set[int]) -> None:
@@ -90,8 +86,8 @@ def test_delta_rules_add_eps_to_the_norms_of_short_keys_and_queries():
     assert error(o, o64) < TOLERANCE[torch.float32]
     assert error(pool.view[2], expected.view[2]) < TOLERANCE[torch.float32]
     row = [x[:1] for x in inputs]
-    o = torch_ops.gated_delta_step(*row, pool.view, **step_slots([1], [3]))
-    o64 = reference.gated_delta_step(*as_double(*row), expected.view, **step_slots([1], [3]))
+    o = torch_ops.gated_delta_step(*row, pool.view, **Steps([1], [3]).vectors())
+    o64 = reference.gated_delta_step(*as_double(*row), expected.view, **Steps([1], [3]).vectors())
     assert error(o, o64) < TOLERANCE[torch.float32]
     assert error(pool.view[3], expected.view[3]) < TOLERANCE[torch.float32]
 
@@ -110,37 +106,24 @@ def test_delta_prefill_bears_one_key_repeated_and_keys_of_zero():
     assert error(pool.view[1], expected.view[1]) < 1e-5
 
 
-STEP_ROWS = {
-    "no rows": ([], []),
-    "fresh": ([-1], [1]),
-    "in place": ([2, 1, 5], [2, 1, 5]),
-    "redirected": ([2, 3], [1, 4]),
-    "one source": ([3, 3, 3], [1, 2, 4]),
-    "padding": ([0, 2, 0, -1], [0, 2, 0, 0]),
-    "mixed": ([4, 4, -1, 6, 0], [1, 2, 3, 6, 0]),
-}
-EVERY_STEP = pytest.mark.parametrize(("reads", "writes"), STEP_ROWS.values(), ids=list(STEP_ROWS))
-
-
-def step_slots(reads, writes) -> dict[str, torch.Tensor]:
-    ids = {"read_slots": reads, "write_slots": writes}
-    return {name: torch.tensor(slots, dtype=torch.int64) for name, slots in ids.items()}
+ALL_STEPS = STEPS | VERIFIES
+EVERY_STEP = pytest.mark.parametrize("steps", ALL_STEPS.values(), ids=list(ALL_STEPS))
 
 
 @FLOATS
 @EVERY_STEP
 @pytest.mark.parametrize("shape", HEAD_SHAPES.values(), ids=list(HEAD_SHAPES))
-def test_delta_step_matches_the_recurrence(reads, writes, shape, dtype):
+def test_delta_step_matches_the_recurrence(steps, shape, dtype):
     H, HV, K, V = shape
-    inputs = delta_inputs(len(reads), H, HV, K, V, dtype)
-    pool = Pool.poisoned(9, HV, V, K, dtype=torch.float32, filled=tuple({*reads} - {-1, 0}))
-    before, expected, slots = pool.clone(), pool.double(), step_slots(reads, writes)
+    inputs = delta_inputs(steps.num_tokens, H, HV, K, V, dtype)
+    pool = Pool.poisoned(14, HV, V, K, dtype=torch.float32, filled=steps.sources)
+    before, expected, slots = pool.clone(), pool.double(), steps.vectors()
     o = torch_ops.gated_delta_step(*inputs, pool.view, **slots)
     o64 = reference.gated_delta_step(*as_double(*inputs), expected.view, **slots)
-    real = slots["write_slots"] != 0
+    real = steps.real_tokens()
     assert o.dtype == torch.float32
     assert error(o[real], o64[real]) < TOLERANCE[torch.float32]
-    assert_pool_matches(pool, expected, before, {*writes} - {0})
+    assert_pool_matches(pool, expected, before, steps.written)
 
 
 @FLOATS
@@ -165,18 +148,18 @@ def test_convolution_prefill_matches_the_taps_and_keeps_windows_exactly(
 
 @FLOATS
 @EVERY_STEP
-def test_convolution_step_matches_the_taps_and_keeps_windows_exactly(reads, writes, dtype):
-    x, weight = normal(1, len(reads), 37, dtype=dtype), normal(2, 37, 4)
-    pool = Pool.poisoned(9, 3, 37, dtype=dtype, filled=tuple({*reads} - {-1, 0}))
-    before, expected, slots = pool.clone(), pool.double(), step_slots(reads, writes)
+def test_convolution_step_matches_the_taps_and_keeps_windows_exactly(steps, dtype):
+    x, weight = normal(1, steps.num_tokens, 37, dtype=dtype), normal(2, 37, 4)
+    pool = Pool.poisoned(14, 3, 37, dtype=dtype, filled=steps.sources)
+    before, expected, slots = pool.clone(), pool.double(), steps.vectors()
     y = torch_ops.causal_conv_step(x, weight, pool.view, **slots)
     y64 = reference.causal_conv_step(*as_double(x, weight), expected.view, **slots)
-    real = slots["write_slots"] != 0
+    real = steps.real_tokens()
     assert y.dtype == dtype
     assert error(y[real], y64[real]) < TOLERANCE[dtype]
-    for slot in {*writes} - {0}:
+    for slot in steps.written:
         assert same_bits(pool.view[slot], expected.view[slot].to(dtype))
-    assert pool.untouched_but(before, {*writes} - {0})
+    assert pool.untouched_but(before, steps.written)
 
 
 @pytest.mark.parametrize("suffix", [1, 2, 3, 4, 63, 64, 65])

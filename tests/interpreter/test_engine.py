@@ -1,0 +1,135 @@
+"""The whole engine on the Triton path, interpreted, at a tiny shape: tokens of the torch path, and
+warm runs with the bits of cold ones."""
+
+import pytest
+import torch
+
+from engine import LLM, EngineConfig, SamplingParams
+from engine.model import Qwen35Model
+from engine.model_config import ModelConfig
+from engine.weights import read_weights
+from experiments.make_model import make_model
+from kernels import ops_for
+from kernels.launch import INTERPRETED
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, return_logits=True, max_tokens=2)
+SHAPE = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+
+
+pytestmark = pytest.mark.usefixtures("rows_of_a_tile_alike")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    out = tmp_path_factory.mktemp("model") / "tiny"
+    return make_model(out, like="tiny", layers=3, seed=5, overrides=SHAPE)
+
+
+@pytest.fixture(scope="module")
+def models(directory):
+    config = ModelConfig.from_directory(directory)
+    return {
+        name: Qwen35Model(
+            config,
+            read_weights(directory, config),
+            dtype=torch.float32,
+            ops=ops_for("cpu", implementation=name),
+        )
+        for name in ("torch", "triton")
+    }
+
+
+def engine(model, **config):
+    config = {"memory_budget_bytes": 4 << 20, "max_num_seqs": 4, "checkpoint_every": 64} | config
+    llm = LLM.from_model(model, EngineConfig(**config))
+    if llm.worker.state_pool is not None:
+        llm.worker.state_pool.arena.fill_(255)  # NaN wherever nothing was written
+    llm.worker.kv_cache.fill_(torch.nan)
+    return llm
+
+
+def prompt(length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (length,), generator=generator).tolist()
+
+
+def logits(output):
+    return torch.stack(output.logits)
+
+
+SHARED = prompt(150, 1)
+PROMPTS = [SHARED + prompt(30, 2), SHARED + prompt(1, 3), SHARED[:100] + prompt(70, 4), SHARED]
+
+
+@pytest.fixture(scope="module")
+def cold_runs():
+    return {}
+
+
+@pytest.fixture
+def cold(models, cold_runs):
+    """The output of an engine without caching that serves one request; each is run once."""
+
+    def run(tokens, name="triton"):
+        key = (name, tuple(tokens))
+        if key not in cold_runs:
+            llm = engine(models[name], enable_prefix_caching=False)
+            [cold_runs[key]] = llm.generate([tokens], GREEDY)
+        return cold_runs[key]
+
+    return run
+
+
+def test_the_interpreter_is_what_runs_here():
+    assert INTERPRETED
+
+
+def test_the_triton_path_gives_the_tokens_of_the_torch_path(cold):
+    for tokens in PROMPTS:
+        ours, torchs = cold(tokens), cold(tokens, "torch")
+        assert ours.token_ids == torchs.token_ids
+        assert (logits(ours) - logits(torchs)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("restore", ["copy", "redirect"])
+def test_hits_change_no_bit_of_any_logit(models, cold, restore):
+    llm = engine(models["triton"], restore=restore)
+    hits = 0
+    for tokens in [*PROMPTS, PROMPTS[0]]:
+        [output] = llm.generate([tokens], GREEDY)
+        assert torch.equal(logits(output), logits(cold(tokens)))
+        hits += output.num_cached_tokens > 0
+    assert hits == 4
+
+
+def test_requests_at_once_have_the_bits_of_one_at_a_time(models, cold):
+    llm = engine(models["triton"], max_num_batched_tokens=192)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    for tokens, output in zip(PROMPTS, outputs, strict=True):
+        assert torch.equal(logits(output), logits(cold(tokens)))
+
+
+def test_an_engine_is_told_its_kernels_by_its_settings(directory):
+    llm = LLM(
+        directory,
+        kernels="triton",
+        memory_budget_bytes=4 << 20,
+        max_num_seqs=2,
+        checkpoint_every=64,
+    )
+    [first] = llm.generate([SHARED], GREEDY)
+    [again] = llm.generate([SHARED], GREEDY)
+    assert again.num_cached_tokens == 128
+    assert torch.equal(logits(first), logits(again))
