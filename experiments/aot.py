@@ -32,6 +32,7 @@ from engine.weights import expected_tensors
 from experiments.aot_compile import (
     SHARED_LIMIT,
     TARGETS,
+    UNKNOWN_BITS,
     compile_launch,
     signature,
 )
@@ -183,7 +184,9 @@ def faults(row: dict[str, Any]) -> Iterator[str]:
     if row["shared_bytes"] > SHARED_LIMIT[row["target"]]:
         yield f"{row['shared_bytes']} bytes shared, limit {SHARED_LIMIT[row['target']]}"
     if row["access_bits"] not in (0, 128):
-        yield f"accesses of {row['access_bits']} bits on a line marked wide"
+        bits = row["access_bits"]
+        what = "none found" if bits == UNKNOWN_BITS else f"{bits} bits"
+        yield f"accesses on lines marked wide: {what}"
 
 
 def main(argv: list[str] | None = None) -> int:

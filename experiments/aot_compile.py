@@ -23,6 +23,7 @@ TARGETS = {
 # Shared memory (LDS) that one program may use, in bytes.
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 
+UNKNOWN_BITS = -1
 WIDE = "# wide"  # ends a source line whose global accesses are to be 16 bytes a thread
 _TYPES = {
     torch.float32: "fp32",
@@ -138,8 +139,8 @@ _GCN_BITS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
 def access_bits(text: str, lines: set[int]) -> int:
     """The narrowest global access on these source lines, in bits; 0 without lines.
 
-    Source lines come from the .loc directives. A marked line that is there without an access is an
-    error, and so are none at all; a line in a branch that was not compiled is left out.
+    Source lines come from the .loc directives. A line in a branch that was not compiled is left
+    out; if one that is there shows no access, or none is there, the answer is UNKNOWN_BITS.
     """
     if not lines:
         return 0
@@ -153,8 +154,7 @@ def access_bits(text: str, lines: set[int]) -> int:
         elif line in lines and (bits := _bits(row)):
             narrowest[line] = min(bits, narrowest.get(line, bits))
     missing = lines & seen - set(narrowest)
-    assert narrowest and not missing, f"no global access on source lines {sorted(missing or lines)}"
-    return min(narrowest.values())
+    return UNKNOWN_BITS if missing or not narrowest else min(narrowest.values())
 
 
 def _bits(row: str) -> int:

@@ -215,7 +215,8 @@ def _scan(
     p_state = p_states + i_hv * V * K + o_v[:, None] * K + o_k[None, :]  # [BV, K]
     b_s = tl.zeros([K, BV], tl.float32)
     if read >= 0:
-        b_s = tl.trans(tl.load(p_state + read * stride_slot))  # wide
+        b_start = tl.load(p_state + read * stride_slot)  # wide
+        b_s = tl.trans(b_start)
     o_tk = o_t[:, None] * K + o_k[None, :]
     o_tv = o_t[:, None] * V + o_v[None, :]
     o_tt = o_t[:, None] * C + o_t[None, :]
