@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.bench_kernels import parse_options, roof
-from experiments.ceilings import Device, Work
-from experiments.kernel_cases import Baseline, Case, Layer, relative_error
-from experiments.kernel_cases_dense import attention_work, dense
-from experiments.kernel_cases_state import (
+from experiments.bench_kernels.__main__ import parse_options, roof
+from experiments.bench_kernels.cases import Baseline, Case, Layer, relative_error
+from experiments.bench_kernels.cases_dense import attention_work, dense
+from experiments.bench_kernels.cases_state import (
     conv_work,
     delta_prefill_work,
     delta_step_work,
     restore,
     state_shape,
 )
+from experiments.bench_kernels.ceilings import Device, Work
 from experiments.model_shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -41,7 +41,7 @@ CASES = {
 SPOILED = """
 import sys
 import torch
-from experiments.bench_kernels import main
+from experiments.bench_kernels.__main__ import main
 from kernels import torch_ops
 def spoil(name, line):
     original = getattr(torch_ops, name)

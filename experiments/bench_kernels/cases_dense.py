@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from experiments import kernel_baselines as others
-from experiments.ceilings import Work
-from experiments.kernel_cases import ATTENTION_BAR, Baseline, Case, Layer, Sizes
+from experiments.bench_kernels import baselines as others
+from experiments.bench_kernels.cases import ATTENTION_BAR, Baseline, Case, Layer, Sizes
+from experiments.bench_kernels.ceilings import Work
 from kernels.linear import PackedLinear
 
 BLOCK_SIZE = 64

@@ -1,7 +1,7 @@
 """What is a case of the kernel benchmark? One call of a kernel beside others that do the same.
 
 All return their results in one layout, from the same inputs, so that they can be compared before
-they are timed. The cases themselves: `kernel_cases_state.py`, `kernel_cases_dense.py`.
+they are timed. The cases themselves: `cases_state.py`, `cases_dense.py`.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from experiments.ceilings import Device, Work
-from experiments.kernel_baselines import Tensors
+from experiments.bench_kernels.baselines import Tensors
+from experiments.bench_kernels.ceilings import Device, Work
 
 CHUNKED_BAR = 0.005  # fla's own bar for its chunked kernel
 ATTENTION_BAR = 0.008  # its probabilities are rounded to bfloat16 too

@@ -1,6 +1,6 @@
 """The kernels that keep a state: delta rule, convolution, restore. How much work is each?
 
-T tokens, N rows, C = 64 tokens of a chunk, the other letters as in `kernel_cases.Layer`. Rows are
+T tokens, N rows, C = 64 tokens of a chunk, the other letters as in `cases.Layer`. Rows are
 bfloat16 (2 bytes), g, beta, the output of the delta rule and states float32.
 """
 
@@ -11,10 +11,10 @@ import torch
 
 from cache.ops import LinearStateCacheOp
 from cache.state_pool import StatePool, StateShape, restore_linear_state_slots
-from experiments import kernel_baselines as others
-from experiments.ceilings import Work
-from experiments.kernel_baselines import Tensors
-from experiments.kernel_cases import Baseline, Case, Layer, Sizes
+from experiments.bench_kernels import baselines as others
+from experiments.bench_kernels.baselines import Tensors
+from experiments.bench_kernels.cases import Baseline, Case, Layer, Sizes
+from experiments.bench_kernels.ceilings import Work
 from kernels import KERNEL_CHUNK, reference
 from kernels.ids import Ids
 

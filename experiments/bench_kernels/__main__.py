@@ -22,11 +22,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from experiments import kernel_baselines
-from experiments.ceilings import DEVICES, Device, Run, ceilings
-from experiments.kernel_cases import Case, Layer, Sizes
-from experiments.kernel_cases_dense import dense_cases
-from experiments.kernel_cases_state import state_cases
+from experiments.bench_kernels import baselines
+from experiments.bench_kernels.cases import Case, Layer, Sizes
+from experiments.bench_kernels.cases_dense import dense_cases
+from experiments.bench_kernels.cases_state import state_cases
+from experiments.bench_kernels.ceilings import DEVICES, Device, Run, ceilings
 from experiments.model_shapes import SHAPES
 from experiments.options import count, thread_count
 from experiments.results_io import RESULTS, ROOT, write_json
@@ -220,7 +220,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "quick": options.quick,
         "shapes": options.shapes,
         "cache_bytes_swept": options.device.cache_bytes,
-        "baselines": kernel_baselines.versions(),
+        "baselines": baselines.versions(),
     }
 
 
