@@ -7,7 +7,7 @@ from kernels import DELTA_RULES, IMPLEMENTATIONS, KERNEL_CHUNK, MATMULS
 
 Restore = Literal["copy", "redirect"]
 _DTYPES = ("float32", "bfloat16")
-_DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class EngineConfig:
         self._require(
             self.restore in get_args(Restore), "restore", f"must be one of {get_args(Restore)}"
         )
-        self._require(self.device in _DEVICES, "device", f"must be in {_DEVICES}")
+        self._require(self.device in DEVICES, "device", f"must be in {DEVICES}")
         self._require(self.kernels in IMPLEMENTATIONS, "kernels", f"must be in {IMPLEMENTATIONS}")
         self._require(self.delta_rule in DELTA_RULES, "delta_rule", f"must be in {DELTA_RULES}")
         self._require(self.matmul in MATMULS, "matmul", f"must be in {MATMULS}")

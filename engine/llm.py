@@ -74,7 +74,10 @@ class LLM:
     def from_model(
         cls, model: Model, config: EngineConfig, tokenizer: Tokenizer | None = None
     ) -> "LLM":
-        """An engine around a model object that is there already."""
+        """An engine around a model object that is there already, on the device it lies on."""
+        device = getattr(model, "device", config.device)
+        if device != config.device:
+            raise ValueError(f"device={config.device!r}: the model lies on {device!r}")
         self = cls.__new__(cls)
         self._start(model, config, tokenizer)
         return self

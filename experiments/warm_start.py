@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine import LLM, EngineConfig
-from engine.config import Restore
+from engine.config import DEVICES, Restore
 from engine.model_config import ModelConfig
 from experiments.cold_and_warm import WARM_UP_TOKENS, Advance, Measured, failures, measure
 from experiments.make_model import builtin_model_dir
@@ -141,6 +141,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--restore", choices=get_args(Restore), default="redirect", help="read, or copied first"
     )
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where the model runs")
     parser.add_argument("--threads", type=thread_count, default=1, help="of torch")
     parser.add_argument("--json", type=Path, default=RESULTS / "warm_start.json", help="results")
     options = parser.parse_args(argv)
@@ -169,6 +170,7 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
         checkpoint_every=every,
         max_num_seqs=num_seqs,
         restore=options.restore,
+        device=options.device,
         num_slots=1 + 2 * num_seqs + checkpoints,
         num_blocks=1 + (num_seqs + 1) * (longest // defaults.block_size + 1),
     )

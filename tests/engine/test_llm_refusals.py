@@ -219,3 +219,26 @@ def test_pools_that_no_machine_can_hold_are_refused_by_size(slots, blocks):
 def test_slots_that_the_budget_does_not_hold_are_refused_with_their_number():
     with pytest.raises(ValueError, match=f"beside {1 << 40} slots"):
         LLM(directory(), num_slots=1 << 40)
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device='cuda': torch finds no such device"):
+        LLM(tmp_path, device="cuda")
+
+
+def test_a_model_on_another_device_is_refused():
+    model = make_engine().worker.model
+    with pytest.raises(ValueError, match="device='cuda': the model lies on 'cpu'"):
+        LLM.from_model(model, EngineConfig(device="cuda"))
+
+
+def test_triton_on_the_cpu_needs_its_interpreter():
+    with pytest.raises(ValueError, match="set TRITON_INTERPRET=1 before Python starts"):
+        LLM(directory(), kernels="triton")
+
+
+@pytest.mark.parametrize("field", [{"delta_rule": "fla"}, {"matmul": "library"}])
+def test_inexact_kernels_are_not_for_the_torch_path(field):
+    with pytest.raises(ValueError, match="the torch implementation has only 'own'"):
+        LLM(directory(), **field)
