@@ -23,7 +23,7 @@ import triton.language as tl
 from kernels import validate
 from kernels.constants import KERNEL_CHUNK
 from kernels.ids import Ids, IdVector, as_ids, as_list, as_tables
-from kernels.launch import Target, launch, runs_here, target_of
+from kernels.launch import Target, launch, next_power_of_2, runs_here, target_of
 from kernels.rows import row_stride
 from kernels.slot_rules import require
 
@@ -121,7 +121,7 @@ def write_kv(
         STRIDE_VC_HEAD=v_cache.stride(2),
         KV=kv,
         D=D,
-        BLOCK=triton.next_power_of_2(kv * D),
+        BLOCK=next_power_of_2(kv * D),
     )
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from kernels import validate
 from kernels.attention import Tiling, attend_tile, cache_strides, kv_places, require_layout
 from kernels.ids import IdVector, as_ids, as_list, as_tables
-from kernels.launch import Target, launch, runs_here, target_of
+from kernels.launch import Target, launch, next_power_of_2, runs_here, target_of
 from kernels.rows import row_stride
 
 SPLIT = 256  # K/V rows of a part: 64 programs already for one sequence of 4096 rows and 4 K/V heads
@@ -184,7 +184,7 @@ def attention_decode(
         SCALE=math.log2(math.e) * D**-0.5,
         KV=kv,
         G=heads // kv,
-        BG=max(16, triton.next_power_of_2(heads // kv)),
+        BG=max(16, next_power_of_2(heads // kv)),
         D=D,
         SPLIT=SPLIT,
         BN=min(tiling.BN, SPLIT),

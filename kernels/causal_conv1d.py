@@ -19,7 +19,7 @@ from kernels import validate
 from kernels.constants import KERNEL_CHUNK
 from kernels.gates import silu
 from kernels.ids import IdVector, as_ids
-from kernels.launch import launch, runs_here
+from kernels.launch import cdiv, launch, next_power_of_2, runs_here
 from kernels.packs import chunk_table, one_token_each
 from kernels.rows import row_stride
 from kernels.slot_rules import require
@@ -145,7 +145,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> dict[str, int]:
     apart = x.stride(1) == 1 or x.numel() == 0
     require(apart, "strides of x", "[*, 1]", x.stride())
     runs_here(x.device)
-    return dict(C=x.shape[1], W=width, BW=triton.next_power_of_2(width - 1))
+    return dict(C=x.shape[1], W=width, BW=next_power_of_2(width - 1))
 
 
 def causal_conv_prefill(
@@ -182,7 +182,7 @@ def causal_conv_prefill(
     y = x.new_empty(x.shape)
     launch(
         _prefill,
-        (triton.cdiv(x.shape[1], _PREFILL_TILE["BC"]), len(table.chunks)),
+        (cdiv(x.shape[1], _PREFILL_TILE["BC"]), len(table.chunks)),
         x,
         weight,
         windows,
@@ -228,7 +228,7 @@ def causal_conv_step(
     y = x.new_empty(x.shape)
     launch(
         _step,
-        (triton.cdiv(x.shape[1], _STEP_TILE["BC"]), len(reads)),
+        (cdiv(x.shape[1], _STEP_TILE["BC"]), len(reads)),
         x,
         weight,
         windows,

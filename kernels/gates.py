@@ -92,10 +92,10 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     F = width // 2
     y = torch.empty(R, F, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
-        block = min(ELEMENTS, triton.next_power_of_2(F))
+        block = min(ELEMENTS, launch.next_power_of_2(F))
         launch.launch(
             _swiglu,
-            (R, triton.cdiv(F, block)),
+            (R, launch.cdiv(F, block)),
             gate_up,
             y,
             row_stride(gate_up),
@@ -120,10 +120,10 @@ def delta_gates(
     g = torch.empty(R, HV, dtype=torch.float32, device=a.device)
     beta = torch.empty(R, HV, dtype=torch.float32, device=a.device)
     if a.numel():
-        block = triton.next_power_of_2(HV)
+        block = launch.next_power_of_2(HV)
         launch.launch(
             _delta_gates,
-            (triton.cdiv(R, _GATE_ROWS),),
+            (launch.cdiv(R, _GATE_ROWS),),
             *(a, b, A_log, dt_bias, g, beta, R, row_stride(a), row_stride(b)),
             HV=HV,
             BR=_GATE_ROWS,

@@ -74,6 +74,16 @@ def _device_target(device: torch.device) -> Target:
     return Target(name, properties.multi_processor_count)
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. (triton's own is for kernels too and takes microseconds.)"""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],

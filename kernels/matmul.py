@@ -60,7 +60,7 @@ def _matmul(
 ):
     # Programs in groups of GROUP_M row tiles: within a group, row tiles of one column tile first.
     i = tl.program_id(0)
-    num_m, num_n = tl.cdiv(end_row - first_row, BM), tl.cdiv(N, BN)
+    num_m, num_n = tl.launch.cdiv(end_row - first_row, BM), tl.launch.cdiv(N, BN)
     first_m = i // (GROUP_M * num_n) * GROUP_M
     group = tl.minimum(num_m - first_m, GROUP_M)
     i_in_group = i % (GROUP_M * num_n)
@@ -113,7 +113,7 @@ class BatchInvariantLinear:
         self, x: torch.Tensor, y: torch.Tensor, first_row: int, end_row: int, tiles: _Tiles
     ) -> None:
         N, K = self._weight.shape
-        num_programs = triton.cdiv(end_row - first_row, tiles.m) * triton.cdiv(N, tiles.n)
+        num_programs = launch.cdiv(end_row - first_row, tiles.m) * launch.cdiv(N, tiles.n)
         launch.launch(
             _matmul,
             (num_programs,),

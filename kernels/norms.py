@@ -177,7 +177,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tens
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         tile = _Tile(x)
-        sizes = dict(width=tile.width, BD=triton.next_power_of_2(tile.width))
+        sizes = dict(width=tile.width, BD=launch.next_power_of_2(tile.width))
         head = x.stride(1) if x.ndim == 3 else 0
         tile.launch(_rms_norm, x, weight, y, row_stride(x), **sizes, HEAD_X=head, EPS=eps)
     return y
@@ -197,7 +197,7 @@ def gated_rms_norm(
     y = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
     if x.numel():
         tile = _Tile(x)
-        sizes = dict(width=tile.width, BD=triton.next_power_of_2(tile.width))
+        sizes = dict(width=tile.width, BD=launch.next_power_of_2(tile.width))
         sizes |= dict(HEAD_X=x.stride(1), HEAD_GATE=gate.stride(1), VEC_GATE=vector_width(gate))
         rows = (row_stride(x), row_stride(gate))
         tile.launch(_gated_rms_norm, x, gate, weight, y, *rows, **sizes, EPS=eps)
@@ -244,8 +244,8 @@ class _Tile:
         self.rows, self.width, self.device = x.shape[0], x.shape[-1], x.device
         self.vector = vector_width(x)
         self.heads = x.shape[1] if x.ndim == 3 else 1
-        wanted = max(1, ELEMENTS // triton.next_power_of_2(self.width))
-        self.block = min(wanted, triton.next_power_of_2(self.heads))
+        wanted = max(1, ELEMENTS // launch.next_power_of_2(self.width))
+        self.block = min(wanted, launch.next_power_of_2(self.heads))
 
     def launch(
         self, kernel, *args: torch.Tensor | int, width: int, **constexprs: int | float
@@ -253,7 +253,7 @@ class _Tile:
         """`width` columns of a head decide on the number of warps."""
         launch.launch(
             kernel,
-            (self.rows, triton.cdiv(self.heads, self.block)),
+            (self.rows, launch.cdiv(self.heads, self.block)),
             *args,
             HEADS=self.heads,
             D=self.width,
@@ -271,8 +271,8 @@ def _rotary_sizes(x: torch.Tensor, cos: torch.Tensor) -> dict[str, int]:
         width=2 * half,
         HALF=half,
         HEAD_X=x.stride(1),
-        BI=triton.next_power_of_2(half),
-        BR=triton.next_power_of_2(max(1, x.shape[2] - 2 * half)),
+        BI=launch.next_power_of_2(half),
+        BR=launch.next_power_of_2(max(1, x.shape[2] - 2 * half)),
     )
 
 

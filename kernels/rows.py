@@ -1,7 +1,6 @@
 """What the kernels on single rows share: strides, sizes and refusals."""
 
 import torch
-import triton
 
 from kernels import launch
 from kernels.slot_rules import require
@@ -30,7 +29,7 @@ def num_warps(num_elements: int, device: torch.device) -> int:
     """Enough for 8 elements a lane, at most 8: a power of two that the rows have no say in."""
     lanes = 64 if launch.target_of(device).is_amd else 32
     warps = num_elements // (lanes * _ELEMENTS_PER_LANE)
-    return min(8, triton.next_power_of_2(max(1, warps)))
+    return min(8, launch.next_power_of_2(max(1, warps)))
 
 
 def check(first: torch.Tensor, /, **tensors: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kernels import validate
 from kernels.ids import Ids
-from kernels.launch import launch, runs_here, target_of
+from kernels.launch import cdiv, launch, runs_here, target_of
 from kernels.slot_rules import require
 
 _TILE_WORDS = 4096
@@ -52,7 +52,7 @@ def _run(arena: torch.Tensor, sources: Ids | None, destinations: Ids) -> None:
     require(arena.data_ptr() % 16 == 0, "address of arena", "a multiple of 16", arena.data_ptr())
     runs_here(arena.device)
     words = arena.view(torch.int32)
-    num_tiles = len(destinations) * triton.cdiv(words.shape[1], _TILE_WORDS)
+    num_tiles = len(destinations) * cdiv(words.shape[1], _TILE_WORDS)
     launch(
         _move,
         (min(num_tiles, target_of(arena.device).num_processors * _PROGRAMS_PER_PROCESSOR),),
