@@ -136,7 +136,7 @@ class LLM:
         try:
             result = self.worker.execute(batch)
             rows = [row for row in result.rows if row.needs_logits]
-            choices = [sample(r.seq, x) for r, x in zip(rows, result.logits, strict=True)]
+            choices = sample([row.seq for row in rows], result.logits)
         except BaseException:
             with self._whole():
                 self.scheduler.rollback(batch)

@@ -24,7 +24,8 @@ class GatedDeltaNet:
         self.in_proj = ops.linear(
             torch.cat([tensors.pop(f"in_proj_{name}.weight") for name in projections])
         )
-        self.conv_weight = tensors.pop("conv1d.weight").squeeze(1)  # [C, W]
+        conv_weight = tensors.pop("conv1d.weight").squeeze(1)
+        self.conv_weight = conv_weight.t().contiguous().t()  # [C, W], channels side by side
         self.A_log = tensors.pop("A_log").float()
         self.dt_bias = tensors.pop("dt_bias").float()
         self.norm = tensors.pop("norm.weight").float()

@@ -1,7 +1,7 @@
-"""Chooses the next token of one request from its logits row.
+"""Chooses the next token of each request from its logits row.
 
-One row at a time, and pure: the choice depends on the row, the request's settings and its seed and
-length, never on the batch, on what was drawn before, or on how often a step was tried.
+Pure: the choice depends on the row, the request's settings and its seed and length, never on the
+batch, on what was drawn before, or on how often a step was tried.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,27 @@ class Choice:
     logits: torch.Tensor | None
 
 
-def sample(seq: Sequence, logits: torch.Tensor) -> Choice | None:
-    """The next token for logits [vocab] float32; None if they hold NaN or infinity."""
-    if not logits.max().isfinite():  # the maximum of NaN is NaN; single entries may be -inf
-        return None
+def sample(seqs: list[Sequence], logits: torch.Tensor) -> list[Choice | None]:
+    """The next token of each, logits [N, vocab] float32; None where they hold NaN or infinity.
+
+    What greedy requests need is read back at once; other rows are brought to the host, so that
+    seeded draws are the same on every device.
+    """
+    if not seqs:
+        return []
+    finite = logits.amax(-1).isfinite()  # the maximum of NaN is NaN; single entries may be -inf
+    read_back = torch.stack([finite.long(), logits.argmax(-1)]).tolist()
+    return [
+        _choose(seq, row, likeliest) if is_finite else None
+        for seq, row, is_finite, likeliest in zip(seqs, logits, *read_back, strict=True)
+    ]
+
+
+def _choose(seq: Sequence, logits: torch.Tensor, likeliest: int) -> Choice:
     params = seq.sampling
-    if params.temperature > 0.0 or params.return_logits:
-        logits = logits.cpu()  # seeded draws are the same on every device
-    token_id = int(logits.argmax()) if params.temperature == 0.0 else _draw(seq, logits)
+    if params.temperature > 0.0 or params.return_logits or params.logprobs is not None:
+        logits = logits.cpu()
+    token_id = likeliest if params.temperature == 0.0 else _draw(seq, logits)
     logprobs = None
     if params.logprobs is not None:
         logprobs = _top_logprobs(logits, token_id, params.logprobs)

@@ -74,7 +74,7 @@ REGISTER_BUDGETS: dict[str, tuple[int, int]] = {
     "gated_delta_step.step": (112, 96),
     "gates.delta_gates": (64, 64),
     "gates.swiglu": (64, 64),
-    "matmul.matmul": (144, 144),
+    "matmul.matmul": (144, 160),
     "norms.gated_rms_norm": (64, 64),
     "norms.qk_norm_rotary": (72, 72),
     "norms.rms_norm": (72, 72),

@@ -1,9 +1,10 @@
-"""Paged attention of single queries in Triton: parts of SPLIT K/V rows at once, then their sum.
+"""Paged attention of single queries in Triton: parts of the K/V rows at once, then their sum.
 
 The specification is `reference_attention.attention_decode`; see `attention` for what is exact and
-why. SPLIT is a constant: parts are counted from row 0 of a sequence, each is summed in order, and
-the parts are combined in order, eight at a time, so a row's bits depend on its own K/V alone. A
-part beyond a row's own K/V does nothing and is never read.
+why. A part has SPLIT rows, doubled until the sequence has at most MOST_PARTS, which bounds the
+workspace. So how a sequence is split follows from its own length; parts are counted from row 0,
+each is summed in order, and they are combined in order, eight at a time: a row's bits depend on its
+own K/V alone. A part beyond a row's own K/V does nothing and is never read.
 
 I/O: each K and V row once (the query heads of a K/V head are the rows of one tile), and 4 * (D + 2)
 bytes a head and part, written and read.
@@ -18,10 +19,11 @@ import triton.language as tl
 from kernels import validate
 from kernels.attention import Tiling, attend_tile, cache_strides, kv_places, require_layout
 from kernels.ids import IdVector, as_ids, as_list, as_tables
-from kernels.launch import Target, launch, next_power_of_2, runs_here, target_of
+from kernels.launch import Target, cdiv, launch, next_power_of_2, runs_here, target_of
 from kernels.rows import row_stride
 
 SPLIT = 256  # K/V rows of a part: 64 programs already for one sequence of 4096 rows and 4 K/V heads
+MOST_PARTS = 64  # longer parts from 16,384 K/V rows up
 
 _DECODE = {
     "sm_80": Tiling(BN=32, num_warps=4, num_stages=3),
@@ -36,6 +38,22 @@ _PARTS = 8  # parts combined in one step
 def decode_tiling(target: Target, dtype: torch.dtype) -> Tiling:
     """Fixed by the target and the model, never by what is in a batch."""
     return _DECODE_FLOAT32 if dtype == torch.float32 else _DECODE[target.name]
+
+
+def parts_of(kv_len: int) -> int:
+    """How many parts a sequence has; as `_part_rows`."""
+    rows = SPLIT
+    while cdiv(kv_len, rows) > MOST_PARTS:
+        rows *= 2
+    return cdiv(kv_len, rows)
+
+
+@triton.jit
+def _part_rows(kv_len, SPLIT: tl.constexpr, MOST_PARTS: tl.constexpr):
+    rows = tl.full([], SPLIT, tl.int32)
+    while tl.cdiv(kv_len, rows) > MOST_PARTS:
+        rows *= 2
+    return rows
 
 
 @triton.jit(do_not_specialize=["table_width", "num_parts"])
@@ -65,11 +83,13 @@ def _parts_kernel(
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
     BN: tl.constexpr,
 ):
     i_kv, i_part, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_len = tl.load(p_lens + i_row).to(tl.int32)
-    start = i_part * SPLIT
+    part_rows = _part_rows(kv_len, SPLIT, MOST_PARTS)
+    start = i_part * part_rows
     if start >= kv_len:
         return
     o_g, o_n, o_d = tl.arange(0, BG), tl.arange(0, BN), tl.arange(0, D)
@@ -84,7 +104,7 @@ def _parts_kernel(
     b_max = tl.full([BG], -float("inf"), tl.float32)
     b_sum = tl.zeros([BG], tl.float32)
     b_acc = tl.zeros([BG, D], tl.float32)
-    for n0 in range(start, tl.minimum(start + SPLIT, kv_len), BN):
+    for n0 in range(start, tl.minimum(start + part_rows, kv_len), BN):
         block, o_row_in_block = kv_places(p_table, n0, kv_len, BN, BLOCK_SIZE)
         m_n = n0 + o_n < kv_len
         o_k, o_v = block * SKB + o_row_in_block * SKR, block * SVB + o_row_in_block * SVR
@@ -112,10 +132,12 @@ def _combine_kernel(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     SPLIT: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     i_head, i_row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    parts = tl.cdiv(tl.load(p_lens + i_row).to(tl.int32), SPLIT)
+    kv_len = tl.load(p_lens + i_row).to(tl.int32)
+    parts = tl.cdiv(kv_len, _part_rows(kv_len, SPLIT, MOST_PARTS))
     o_p, o_d = tl.arange(0, PARTS), tl.arange(0, D)
     p_first = i_row * num_parts * HEADS + i_head
     total_max = -float("inf")
@@ -158,7 +180,7 @@ def attention_decode(
     tables = as_tables(block_tables, q.device).tensor
     lens = as_ids(kv_lens, "kv_lens", q.device).tensor
     (num_rows, heads, D), kv = q.shape, k_cache.shape[2]
-    num_parts = -(-max(as_list(kv_lens, "kv_lens"), default=0) // SPLIT)
+    num_parts = max(map(parts_of, as_list(kv_lens, "kv_lens")), default=0)
     acc = torch.empty(num_rows, num_parts, heads, D, dtype=torch.float32, device=q.device)
     part_max, part_sum = (torch.empty(acc.shape[:3], device=q.device) for _ in range(2))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -187,6 +209,7 @@ def attention_decode(
         BG=max(16, next_power_of_2(heads // kv)),
         D=D,
         SPLIT=SPLIT,
+        MOST_PARTS=MOST_PARTS,
         BN=min(tiling.BN, SPLIT),
     )
     launch(
@@ -206,6 +229,7 @@ def attention_decode(
         HEADS=heads,
         D=D,
         SPLIT=SPLIT,
+        MOST_PARTS=MOST_PARTS,
         PARTS=_PARTS,
     )
     return out

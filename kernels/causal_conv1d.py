@@ -8,6 +8,8 @@ In place: only the program of a row's first chunk reads the window, so that prog
 final one, after its own reads, from inputs that nobody changes. Snapshots follow full chunks, which
 are longer than a window.
 
+The weight [C, W] may have any strides; with channels side by side (stride 1) its loads are wide.
+
 Bytes: x read and y written once (the W-1 overlapping reads hit the cache), windows read and stored.
 """
 
@@ -46,6 +48,8 @@ def _prefill(
     p_rows,
     stride_x,
     stride_slot: tl.constexpr,
+    weight_c: tl.constexpr,
+    weight_w: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
     BW: tl.constexpr,
@@ -71,7 +75,9 @@ def _prefill(
         o_i = (first + o_t - (W - 1) + w)[:, None]
         m_i = m_y & ((o_i >= 0) | (read >= 0))
         b_x = _inputs(p_in, p_old, o_i, o_c[None, :], m_i, stride_x, C, W)
-        b_weight = tl.load(p_weight + o_c * W + w, mask=m_c, other=0).to(tl.float32)
+        b_weight = tl.load(p_weight + o_c * weight_c + w * weight_w, mask=m_c, other=0).to(
+            tl.float32
+        )
         b_y += b_x.to(tl.float32) * b_weight[None, :]
     p_out = p_y + (start + o_t)[:, None] * C + o_c[None, :]
     tl.store(p_out, silu(b_y).to(p_y.dtype.element_ty), mask=m_y)
@@ -100,6 +106,8 @@ def _step(
     p_offsets,
     stride_x,
     stride_slot: tl.constexpr,
+    weight_c: tl.constexpr,
+    weight_w: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
     BW: tl.constexpr,
@@ -124,7 +132,9 @@ def _step(
             i = t - start - (W - 1) + w
             m_i = m_c & ((i >= 0) | (read >= 0))
             b_x = _inputs(p_in, p_old, i, o_c, m_i, stride_x, C, W)
-            b_weight = tl.load(p_weight + o_c * W + w, mask=m_c, other=0).to(tl.float32)
+            b_weight = tl.load(p_weight + o_c * weight_c + w * weight_w, mask=m_c, other=0).to(
+                tl.float32
+            )
             b_y += b_x.to(tl.float32) * b_weight
         tl.store(p_y + t * C + o_c, silu(b_y).to(p_y.dtype.element_ty), mask=m_c)
         write = tl.load(p_writes + t)
@@ -141,11 +151,16 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> dict[str, int]:
     """What the kernels ask for beyond `validate.causal_conv`; the constants they share."""
     width = weight.shape[1]
     require(2 <= width <= KERNEL_CHUNK, "conv width", f"in [2, {KERNEL_CHUNK}]", width)
-    require(weight.is_contiguous(), "strides of weight", "contiguous", weight.stride())
     apart = x.stride(1) == 1 or x.numel() == 0
     require(apart, "strides of x", "[*, 1]", x.stride())
     runs_here(x.device)
-    return dict(C=x.shape[1], W=width, BW=next_power_of_2(width - 1))
+    return dict(
+        weight_c=weight.stride(0),
+        weight_w=weight.stride(1),
+        C=x.shape[1],
+        W=width,
+        BW=next_power_of_2(width - 1),
+    )
 
 
 def causal_conv_prefill(

@@ -97,8 +97,9 @@ def _invert(
     o_t, o_k = tl.arange(0, C), tl.arange(0, K)
     m_t = o_t < n
     t = start + o_t  # [C]
-    o_row = t[:, None] * tl.multiple_of(stride_k, VEC) + (i_hv // R) * K + o_k[None, :]
-    b_k = _normalised(tl.load(p_k + o_row, mask=m_t[:, None], other=0), 1.0)
+    o_row = tl.multiple_of(t[:, None] * stride_k, (VEC, VEC)) + (i_hv // R) * K + o_k[None, :]
+    b_k = tl.load(p_k + o_row, mask=m_t[:, None], other=0)  # wide
+    b_k = _normalised(b_k, 1.0)
     b_kk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")  # [C, C]
     b_G = tl.cumsum(tl.load(p_g + t * stride_g + i_hv, mask=m_t, other=0.0), 0)
     b_beta = tl.load(p_beta + t * stride_beta + i_hv, mask=m_t, other=0.0)
@@ -148,16 +149,10 @@ def _prepare(
     t = start + o_t  # [C]
     o_tk = o_t[:, None] * K + o_k[None, :]
     o_tt = o_t[:, None] * C + o_t[None, :]
-    b_q = tl.load(
-        p_q + t[:, None] * tl.multiple_of(stride_q, VEC) + i_h * K + o_k[None, :],
-        mask=m_t[:, None],
-        other=0,
-    )
-    b_k = tl.load(
-        p_k + t[:, None] * tl.multiple_of(stride_k, VEC) + i_h * K + o_k[None, :],
-        mask=m_t[:, None],
-        other=0,
-    )
+    o_q = tl.multiple_of(t[:, None] * stride_q, (VEC, VEC)) + i_h * K + o_k[None, :]
+    o_key = tl.multiple_of(t[:, None] * stride_k, (VEC, VEC)) + i_h * K + o_k[None, :]
+    b_q = tl.load(p_q + o_q, mask=m_t[:, None], other=0)  # wide
+    b_k = tl.load(p_k + o_key, mask=m_t[:, None], other=0)  # wide
     b_q, b_k = _normalised(b_q, scale), _normalised(b_k, 1.0)
     i_ch = i_c * H + i_h
     tl.store(p_qn + i_ch * C * K + o_tk, b_q)
@@ -175,11 +170,12 @@ def _prepare(
         i_chv = i_c * H * R + i_hv
         b_beta = tl.load(p_beta + t * stride_beta + i_hv, mask=m_t, other=0.0)
         b_T = tl.load(p_T + i_chv * C * C + o_tt) * b_beta[None, :]
-        o_row = t[:, None] * tl.multiple_of(stride_v, VEC) + i_hv * V + o_v[None, :]
-        b_v = tl.load(p_v + o_row, mask=m_t[:, None], other=0)
+        o_row = tl.multiple_of(t[:, None] * stride_v, (VEC, VEC)) + i_hv * V + o_v[None, :]
+        b_v = tl.load(p_v + o_row, mask=m_t[:, None], other=0)  # wide
         b_u = tl.dot(b_T.to(dtype), b_v, input_precision="ieee")  # [C, V]
         tl.store(p_u + i_chv * C * V + o_t[:, None] * V + o_v[None, :], b_u.to(dtype))
-        b_T = b_T * tl.exp(tl.load(p_G + i_chv * C + o_t))[None, :]
+        b_growth = b_beta * tl.exp(tl.load(p_G + i_chv * C + o_t))
+        b_T = tl.load(p_T + i_chv * C * C + o_tt) * b_growth[None, :]  # again: registers are short
         b_w = tl.dot(b_T.to(dtype), b_k, input_precision="ieee")  # [C, K]
         tl.store(p_w + i_chv * C * K + o_tk, b_w.to(dtype))
 

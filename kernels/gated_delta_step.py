@@ -65,6 +65,7 @@ def _step(
     """RAW_GATES: p_g and p_beta hold a and b, from which the gates are made."""
     i_v, i_hv, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     start, end = tl.load(p_offsets + i_n), tl.load(p_offsets + i_n + 1)
+    read = tl.load(p_reads + i_n)
     if start == end:
         return
     o_k, o_v = tl.arange(0, K), i_v * BV + tl.arange(0, BV)
@@ -73,15 +74,14 @@ def _step(
         tl.store(p_out + start * HV * V, tl.zeros([BV], tl.float32))
         return
     p_state = p_states + i_hv * V * K + o_v[:, None] * K + o_k[None, :]  # [BV, K]
-    read = tl.load(p_reads + i_n)
     b_s = tl.zeros([BV, K], tl.float32)
     if read >= 0:
         b_s = tl.load(p_state + read * stride_slot)  # wide
     o_key = (i_hv // R) * K + o_k
     for t in range(start, end):
-        b_q = tl.load(p_q + t * tl.multiple_of(stride_q, VEC) + o_key).to(tl.float32)
-        b_k = tl.load(p_k + t * tl.multiple_of(stride_k, VEC) + o_key).to(tl.float32)
-        b_v = tl.load(p_v + t * tl.multiple_of(stride_v, VEC) + i_hv * V + o_v).to(tl.float32)
+        b_q = tl.load(p_q + tl.multiple_of(t * stride_q, VEC) + o_key).to(tl.float32)
+        b_k = tl.load(p_k + tl.multiple_of(t * stride_k, VEC) + o_key).to(tl.float32)
+        b_v = tl.load(p_v + tl.multiple_of(t * stride_v, VEC) + i_hv * V + o_v).to(tl.float32)
         g = tl.load(p_g + t * stride_g + i_hv).to(tl.float32)
         beta = tl.load(p_beta + t * stride_beta + i_hv).to(tl.float32)
         if RAW_GATES:

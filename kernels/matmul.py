@@ -4,10 +4,10 @@
 the row, the weight and the row's role, and on nothing else. Every output is one program's sum over
 ascending K in float32, in steps fixed by the tile; there is no split over K and no autotuning, and
 neither tile nor binary is chosen by the number of rows. The role is the caller's to choose:
-"prefill" rows go through big tiles, "decode" rows through tiles of 16 rows that read the weight
-once for up to 16 of them. The two roles may differ in the last bits, as two libraries would.
+"prefill" rows go through big tiles, "decode" rows through tiles of 64 rows that read the weight
+once for up to 64 of them. The two roles may differ in the last bits, as two libraries would.
 
-Bytes: the weight once a call and role (again, from L2, for each further 16 decode rows or 128
+Bytes: the weight once a call and role (again, from L2, for each further 64 decode rows or 128
 prefill rows) + x + y. Decode is bound by the bytes of the weight, prefill by arithmetic.
 
 `LibraryLinear` has the same signature and is whatever the library does: fast, and free to choose
@@ -60,7 +60,7 @@ def _matmul(
 ):
     # Programs in groups of GROUP_M row tiles: within a group, row tiles of one column tile first.
     i = tl.program_id(0)
-    num_m, num_n = tl.launch.cdiv(end_row - first_row, BM), tl.launch.cdiv(N, BN)
+    num_m, num_n = tl.cdiv(end_row - first_row, BM), tl.cdiv(N, BN)
     first_m = i // (GROUP_M * num_n) * GROUP_M
     group = tl.minimum(num_m - first_m, GROUP_M)
     i_in_group = i % (GROUP_M * num_n)
@@ -153,8 +153,8 @@ def _tiles(role: str, dtype: torch.dtype, target: launch.Target) -> _Tiles:
         return _Tiles(16, 32, 64, num_warps=4, num_stages=2)
     if role == "prefill":
         return _Tiles(128, 128, 64, num_warps=8, num_stages=2 if target.is_amd else 3)
-    stages = {"sm_80": 5, "gfx942": 2}.get(target.name, 6)  # sm_80 spills with 6
-    return _Tiles(16, 32, 128, num_warps=4, num_stages=stages)
+    # 64 rows: at a full decode batch the weight passes the second-level cache once, not four times
+    return _Tiles(64, 32, 128, num_warps=4, num_stages=2 if target.is_amd else 5)
 
 
 def _check_weight(weight: torch.Tensor) -> None:

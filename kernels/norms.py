@@ -39,9 +39,8 @@ def _rms_norm(
     o_h = (tl.program_id(1) * BH + tl.arange(0, BH)).to(tl.int64)[:, None]
     o_d = tl.arange(0, BD)[None, :]
     m = (o_h < HEADS) & (o_d < D)  # [BH, BD]
-    b_x = tl.load(
-        p_x + i_r * tl.multiple_of(row_x, VEC) + o_h * HEAD_X + o_d, mask=m, other=0.0
-    ).to(tl.float32)
+    p_xs = p_x + tl.multiple_of(i_r * row_x, VEC) + o_h * HEAD_X + o_d
+    b_x = tl.load(p_xs, mask=m, other=0.0).to(tl.float32)  # wide
     b_weight = tl.load(p_weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)  # [1, BD]
     b_scale = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + EPS)[:, None]
     b_y = b_x * b_scale * (1.0 + b_weight)
@@ -70,11 +69,10 @@ def _gated_rms_norm(
     o_h = (tl.program_id(1) * BH + tl.arange(0, BH)).to(tl.int64)[:, None]
     o_d = tl.arange(0, BD)[None, :]
     m = (o_h < HEADS) & (o_d < D)  # [BH, BD]
-    p_gates = p_gate + i_r * tl.multiple_of(row_gate, VEC_GATE) + o_h * HEAD_GATE + o_d
-    b_x = tl.load(
-        p_x + i_r * tl.multiple_of(row_x, VEC) + o_h * HEAD_X + o_d, mask=m, other=0.0
-    ).to(tl.float32)
-    b_gate = tl.load(p_gates, mask=m, other=0.0).to(tl.float32)
+    p_gates = p_gate + tl.multiple_of(i_r * row_gate, VEC_GATE) + o_h * HEAD_GATE + o_d
+    p_xs = p_x + tl.multiple_of(i_r * row_x, VEC) + o_h * HEAD_X + o_d
+    b_x = tl.load(p_xs, mask=m, other=0.0).to(tl.float32)  # wide
+    b_gate = tl.load(p_gates, mask=m, other=0.0).to(tl.float32)  # wide
     b_weight = tl.load(p_weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)  # [1, BD]
     b_scale = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + EPS)[:, None]
     b_y = b_x * b_scale * b_weight * silu(b_gate)
@@ -101,7 +99,7 @@ def _rotary(
     o_h = (tl.program_id(1) * BH + tl.arange(0, BH)).to(tl.int64)[:, None]
     o_i = tl.arange(0, BI)[None, :]  # of a pair
     o_rest = 2 * HALF + tl.arange(0, BR)[None, :]
-    p_x += i_r * tl.multiple_of(row_x, VEC) + o_h * HEAD_X
+    p_x += tl.multiple_of(i_r * row_x, VEC) + o_h * HEAD_X
     p_y += (i_r * HEADS + o_h) * D
     m_i = o_i < HALF
     m = (o_h < HEADS) & m_i  # [BH, BI]
@@ -140,7 +138,7 @@ def _qk_norm_rotary(
     o_h = (tl.program_id(1) * BH + tl.arange(0, BH)).to(tl.int64)[:, None]
     o_i = tl.arange(0, BI)[None, :]  # of a pair
     o_rest = 2 * HALF + tl.arange(0, BR)[None, :]
-    p_x += i_r * tl.multiple_of(row_x, VEC) + o_h * HEAD_X
+    p_x += tl.multiple_of(i_r * row_x, VEC) + o_h * HEAD_X
     p_y += (i_r * HEADS + o_h) * D
     m_i, m_r = o_i < HALF, o_rest < D
     m, m_rest = (o_h < HEADS) & m_i, (o_h < HEADS) & m_r  # [BH, BI], [BH, BR]

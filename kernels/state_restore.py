@@ -21,48 +21,50 @@ _TILE_WORDS = 4096
 _PROGRAMS_PER_PROCESSOR = 4
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _move(
     p_arena,
-    p_sources,
-    p_destinations,
+    p_slots,
+    num_pairs,
     num_tiles,
     slot_words: tl.constexpr,
     stride_slot: tl.constexpr,
     COPY: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Tile i is tile i % tiles_per_slot of pair i // tiles_per_slot."""
+    """Tile i is tile i % tiles_per_slot of pair i // tiles_per_slot. p_slots: destinations, then
+    (if COPY) their sources."""
     tiles_per_slot: tl.constexpr = (slot_words + TILE - 1) // TILE
     for i in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         i_pair = i // tiles_per_slot
         o_word = (i % tiles_per_slot) * TILE + tl.arange(0, TILE)
         m = o_word < slot_words
-        p_to = p_arena + tl.load(p_destinations + i_pair) * stride_slot + o_word
+        p_to = p_arena + tl.load(p_slots + i_pair) * stride_slot + o_word
         b = tl.zeros([TILE], tl.int32)
         if COPY:
-            p_from = p_arena + tl.load(p_sources + i_pair) * stride_slot + o_word
+            p_from = p_arena + tl.load(p_slots + num_pairs + i_pair) * stride_slot + o_word
             b = tl.load(p_from, mask=m, other=0, cache_modifier=".cg")  # wide
         tl.store(p_to, b, mask=m, cache_modifier=".cs")  # wide
 
 
-def _run(arena: torch.Tensor, sources: Ids | None, destinations: Ids) -> None:
+def _run(arena: torch.Tensor, destinations: list[int], sources: list[int]) -> None:
     for name, size in (("slot bytes", arena.shape[1]), ("slot stride", arena.stride(0))):
         require(size % 16 == 0, name, "a multiple of 16", size)
     require(arena.data_ptr() % 16 == 0, "address of arena", "a multiple of 16", arena.data_ptr())
     runs_here(arena.device)
     words = arena.view(torch.int32)
+    slots = Ids([*destinations, *sources], arena.device)  # one upload
     num_tiles = len(destinations) * cdiv(words.shape[1], _TILE_WORDS)
     launch(
         _move,
         (min(num_tiles, target_of(arena.device).num_processors * _PROGRAMS_PER_PROCESSOR),),
         words,
-        (sources or destinations).tensor,
-        destinations.tensor,
+        slots.tensor,
+        len(destinations),
         num_tiles,
         slot_words=words.shape[1],
         stride_slot=words.stride(0),
-        COPY=sources is not None,
+        COPY=bool(sources),
         TILE=_TILE_WORDS,
         num_warps=4,
         num_stages=1,
@@ -73,10 +75,10 @@ def copy_slots(arena: torch.Tensor, sources: list[int], destinations: list[int])
     """Copy whole slots of arena [num_slots, slot_bytes] uint8. Sources may repeat; destinations are
     distinct and none is a source, so the order of the copies does not matter."""
     validate.slot_copies(arena, sources, destinations)
-    _run(arena, Ids(sources, arena.device), Ids(destinations, arena.device))
+    _run(arena, destinations, sources)
 
 
 def zero_slots(arena: torch.Tensor, slots: list[int]) -> None:
     """Zero whole slots of arena [num_slots, slot_bytes] uint8."""
     validate.zeroed_slots(arena, slots)
-    _run(arena, None, Ids(slots, arena.device))
+    _run(arena, slots, [])

@@ -20,8 +20,13 @@ def sequence(**params):
     return Sequence("r", [1], SamplingParams(**params))
 
 
+def choice(seq, logits=LOGITS):
+    [chosen] = sample([seq], logits[None])
+    return chosen
+
+
 def token(seq, logits=LOGITS):
-    return sample(seq, logits).token_id
+    return choice(seq, logits).token_id
 
 
 def frequencies(**params):
@@ -122,7 +127,7 @@ def test_seeded_draws_do_not_depend_on_who_else_draws():
 
 def test_a_draw_does_not_touch_the_global_random_state():
     before = torch.get_rng_state()
-    sample(sequence(seed=None), LOGITS)
+    choice(sequence(seed=None))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -151,7 +156,7 @@ def test_logprobs_and_logits_are_only_kept_where_asked_for():
 
 def test_logprobs_of_a_whole_tiny_vocabulary_sum_to_one():
     seq = sequence(temperature=0.0, logprobs=20)
-    report = sample(seq, LOGITS).logprobs
+    report = choice(seq).logprobs
     assert list(report) == [1, 3, 0, 2]
     assert math.isclose(sum(map(math.exp, report.values())), 1.0, abs_tol=1e-6)
 
@@ -167,7 +172,11 @@ def test_a_draw_is_a_function_of_seed_and_length_and_not_of_earlier_draws():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_not_numbers_give_no_token(temperature, bad):
     logits = torch.tensor([1.0, bad, 3.0])
-    assert sample(sequence(temperature=temperature), logits) is None
+    rows = torch.stack([logits, LOGITS[:3], logits])
+    seqs = [sequence(temperature=temperature) for _ in range(3)]
+    chosen = sample(seqs, rows)
+    assert [c is None for c in chosen] == [True, False, True]
+    assert sample([], rows[:0]) == []
 
 
 def test_a_masked_token_is_never_drawn():

@@ -467,3 +467,71 @@ def test_attention_refuses_what_it_cannot_do():
     for message, changes in bad_rows.items():
         with pytest.raises(ValueError, match=message):
             attention_decode.attention_decode(**change(base, **one), **change(rows, **changes))
+
+
+def test_small_blocks_beyond_2_to_the_31_elements_are_read(short_parts):
+    """Tiles of K/V rows that hold several blocks."""
+    D, block_size, num_rows = 64, 16, 65
+    last = 2**31 // (block_size * 2 * D) + 5
+    half = torch.zeros(0, dtype=torch.float16)
+    far = half.new_empty(last + 1, block_size, 2, 1, D).unbind(2)  # few pages are touched
+    near = [torch.zeros(5, block_size, 1, D, dtype=torch.float16) for _ in range(2)]
+    k, v = (normal(i, num_rows, 1, D, dtype=torch.float16) for i in (1, 2))
+    q, gate = queries(num_rows, 2, D, torch.float16)
+    outs = []
+    for pair, first in ((far, last - 4), (near, 0)):
+        table = [first + i for i in range(5)]
+        write_kv(k, v, *pair, [first * block_size + t for t in range(num_rows)])
+        prefill = attention_prefill(q, gate, *pair, **packed([num_rows], [0], [table]))
+        lists = {"kv_lens": [num_rows], "block_tables": [table]}
+        step = attention_decode.attention_decode(q[-1:], gate[-1:], *pair, **lists)
+        outs.append(torch.cat([prefill, step]))
+    assert torch.equal(outs[0], outs[1])
+    assert outs[0].isfinite().all()
+
+
+def test_rows_beyond_2_to_the_31_elements_are_the_right_ones():
+    """As slices of a projection as wide as that: pages that nobody touches cost nothing."""
+
+    def far(x):
+        wide = x.new_empty(len(x), 2**30 + 2**29)[:, : x[0].numel()]
+        return wide.copy_(x.flatten(1)).unflatten(1, x.shape[1:])
+
+    cache = Cache([3], kv=1, D=16, block_size=16, dtype=torch.float16)
+    q, gate = (normal(i, 3, 2, 16, dtype=torch.float16) for i in (1, 2))
+    kv_lens, tables = [1, 2, 3], cache.tables * 3
+    pack = packed([3], [0], cache.tables)
+    prefill = attention_prefill(q, gate, cache.k, cache.v, **pack)
+    step = decode(cache, q, gate, kv_lens, tables)
+    for q_, gate_ in ((far(q), gate), (q, far(gate))):
+        assert torch.equal(attention_prefill(q_, gate_, cache.k, cache.v, **pack), prefill)
+        assert torch.equal(decode(cache, q_, gate_, kv_lens, tables), step)
+    k, v = (normal(i, 3, 1, 16, dtype=torch.float16) for i in (3, 4))
+    for k_, v_ in ((far(k), v), (k, far(v))):
+        caches = torch.zeros(2, 1, 4, 1, 16, dtype=torch.float16)
+        write_kv(k_, v_, *caches, [3, 1, 2])
+        assert same_bits(caches[0, 0, [3, 1, 2]], k) and same_bits(caches[1, 0, [3, 1, 2]], v)
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_long_sequences_have_longer_parts_so_that_the_workspace_is_bounded(monkeypatch, most):
+    """Part lengths follow from a row's own length: alone or beside others, the same bits."""
+    monkeypatch.setattr(attention_decode, "SPLIT", 16)
+    monkeypatch.setattr(attention_decode, "MOST_PARTS", most)
+    lengths = [1, 16, 17, 16 * most, 16 * most + 1, 150]
+    parts = [attention_decode.parts_of(n) for n in lengths]
+    assert parts[:3] == [1, 1, 2] and parts[3] == most and max(parts) <= most
+    q, gate = normal(1, len(lengths), 2, 16), normal(2, len(lengths), 2, 16)
+    caches = normal(3, 64, 16, 1, 16), normal(4, 64, 16, 1, 16)
+    tables = [list(range(1 + 10 * i, 11 + 10 * i)) for i in range(len(lengths))]
+    together = attention_decode.attention_decode(
+        q, gate, *caches, kv_lens=lengths, block_tables=tables
+    )
+    wide = [x.double() for x in (q, gate, *caches)]
+    expected = reference.attention_decode(*wide, kv_lens=lengths, block_tables=tables)
+    assert error(together, expected) < 1e-6
+    for i, (length, table) in enumerate(zip(lengths, tables, strict=True)):
+        alone = attention_decode.attention_decode(
+            q[i : i + 1], gate[i : i + 1], *caches, kv_lens=[length], block_tables=[table]
+        )
+        assert torch.equal(alone[0], together[i])

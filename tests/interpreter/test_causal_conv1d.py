@@ -92,7 +92,6 @@ def test_snapshots_are_the_final_windows_of_shorter_prefills():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"weight": normal(2, 8, 4).t().contiguous().t()}, "strides of weight"),
         ({"weight": normal(2, 8, 1), "windows": torch.zeros(6, 0, 8)}, "conv width"),
         ({"x": normal(1, 3, 16)[:, ::2]}, "strides of x"),
         ({"x": normal(1, 3, 8).half()}, "dtype of windows"),
@@ -112,3 +111,41 @@ def test_bad_input_is_refused_before_anything_is_written(changed, message):
             **STEPS["redirected"].vectors() | {"read_slots": [1, 1, 1], "write_slots": [2, 3, 4]},
         )
     assert same_bits(arguments["windows"], before)
+
+
+@pytest.mark.usefixtures("guarded_outputs")
+@pytest.mark.parametrize("lengths", [[3, 70], [70, 3], [65, 2, 3]], ids=str)
+def test_outputs_of_padding_rows_and_the_memory_around_are_not_written(lengths):
+    """On a GPU a row that spills into the next one races with it."""
+    for padding in range(len(lengths)):
+        writes = [0 if row == padding else row + 2 for row in range(len(lengths))]
+        pack = Pack(lengths, [1] * len(lengths), writes)
+        x, weight = normal(1, pack.num_tokens, 70), normal(2, 70, 4)
+        pool = Pool.poisoned(pack.num_slots, 3, 70, dtype=torch.float32, filled=pack.sources)
+        o = causal_conv_prefill(x, weight, pool.view, **pack.vectors())
+        real = real_tokens(pack)
+        assert o[real].isfinite().all()
+        assert o[~real].isnan().all()
+
+
+@pytest.mark.usefixtures("guarded_outputs")
+@pytest.mark.parametrize("name", ["padding", "mixed"])
+def test_padding_steps_are_zeros_in_memory_that_held_something_else(name):
+    steps = STEPS[name]
+    pool = Pool.poisoned(14, 3, 600, dtype=torch.float32, filled=steps.sources)
+    y = causal_conv_step(
+        normal(1, steps.num_tokens, 600), normal(2, 600, 4), pool.view, **steps.vectors()
+    )
+    real = steps.real_tokens()
+    assert y[real].isfinite().all()
+    assert same_bits(y[~real], torch.zeros_like(y[~real]))
+
+
+def test_a_window_as_long_as_a_chunk_is_refused():
+    """A snapshot after the first chunk would need inputs before it."""
+    x, weight, windows = normal(1, 3, 8), normal(2, 8, 65), torch.ones(6, 64, 8)
+    with pytest.raises(ValueError, match=r"conv width: expected in \[2, 64\], got 65"):
+        causal_conv_prefill(x, weight, windows, **Pack([3], [1], [2]).vectors())
+    with pytest.raises(ValueError, match=r"conv width: expected in \[2, 64\], got 65"):
+        causal_conv_step(x[:1], weight, windows, read_slots=[1], write_slots=[2])
+    assert same_bits(windows, torch.ones(6, 64, 8))

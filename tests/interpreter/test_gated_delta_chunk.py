@@ -230,3 +230,17 @@ def test_bad_input_is_refused_before_anything_is_written(what):
     with pytest.raises(ValueError, match=message):
         gated_delta_prefill(**arguments, **(Pack([70], [1], [2]).vectors() | slots))
     assert same_bits(arguments["states"], before)
+
+
+@pytest.mark.usefixtures("guarded_outputs")
+@pytest.mark.parametrize("lengths", [[3, 70], [70, 3], [65, 2, 3]], ids=str)
+def test_outputs_of_padding_rows_and_the_memory_around_are_not_written(lengths):
+    """On a GPU a row that spills into the next one races with it."""
+    for padding in range(len(lengths)):
+        writes = [0 if row == padding else row + 2 for row in range(len(lengths))]
+        pack = Pack(lengths, [1] * len(lengths), writes)
+        inputs = delta_inputs(pack.num_tokens, *SMALL, torch.float32)
+        o = prefill(inputs, poisoned(pack, SMALL), pack)
+        real = real_tokens(pack)
+        assert o[real].isfinite().all()
+        assert o[~real].isnan().all()

@@ -197,3 +197,62 @@ def test_slots_that_would_race_are_refused_before_anything_is_written(steps, mes
     with pytest.raises(ValueError, match=message):
         gated_delta_step(*inputs, pool.view, **steps.vectors())
     assert same_bits(pool.everything, before.everything)
+
+
+@pytest.mark.usefixtures("guarded_outputs")
+@pytest.mark.parametrize("name", ["padding", "mixed"])
+def test_padding_steps_are_zeros_in_memory_that_held_something_else(name):
+    steps = STEPS[name]
+    inputs = delta_inputs(steps.num_tokens, *SMALL, torch.float32)
+    o = gated_delta_step(*inputs, poisoned(steps, SMALL).view, **steps.vectors())
+    real = steps.real_tokens()
+    assert o[real].isfinite().all()
+    assert same_bits(o[~real], torch.zeros_like(o[~real]))
+
+
+def test_short_keys_and_queries_feel_the_epsilon_of_the_norm():
+    steps = VERIFIES["rows of several lengths"]
+    q, k, v, g, beta = delta_inputs(steps.num_tokens, *SMALL, torch.float32)
+    inputs = (1e-4 * q, 2e-4 * k, v, g, beta)  # sums of squares near the epsilon
+    pool = poisoned(steps, SMALL)
+    expected = pool.double()
+    o = gated_delta_step(*inputs, pool.view, **steps.vectors())
+    o64 = reference.gated_delta_step(*as_double(*inputs), expected.view, **steps.vectors())
+    assert error(o, o64) < TOLERANCE[torch.float32]
+
+
+def test_gates_with_rows_of_their_own_are_found_by_their_strides():
+    steps = STEPS["mixed"]
+    q, k, v, g, beta = delta_inputs(steps.num_tokens, *SMALL, torch.float32)
+    wide = torch.full((steps.num_tokens, 7), torch.nan)
+    wide[:, 3:5] = beta
+    pool = poisoned(steps, SMALL)
+    strided = pool.clone()
+    o = gated_delta_step(q, k, v, g, beta, pool.view, **steps.vectors())
+    again = gated_delta_step(q, k, v, g, wide[:, 3:5], strided.view, **steps.vectors())
+    assert torch.equal(o, again)
+    assert same_bits(pool.everything, strided.everything)
+
+
+def test_a_mixer_whose_gates_do_not_fit_leaves_the_windows_alone_too():
+    steps = STEPS["in place"]
+    (qkv, a, b, weight, A_log, dt_bias), windows, states = net_arguments(steps)
+    before = windows.clone()
+    where = dict(num_key_heads=1, **steps.vectors())
+    calls = {
+        "shape of b": (a, b[:, :1], A_log, dt_bias),
+        "shape of A_log": (a, b, A_log[:1], dt_bias),
+        "shape of dt_bias": (a, b, A_log, dt_bias[:1]),
+        "strides of g": (a.repeat_interleave(2, 1)[:, ::2], b, A_log, dt_bias),
+        "strides of beta": (a, b.repeat_interleave(2, 1)[:, ::2], A_log, dt_bias),
+        "dtype of dt_bias": (a, b, A_log, dt_bias.double()),
+    }
+    for ops in (module, torch_ops):
+        for message, gates in calls.items():
+            if ops is torch_ops and "shape" not in message:
+                continue  # it takes any strides, and widens the parameters itself
+            with pytest.raises(ValueError, match=message):
+                ops.gated_delta_net_step(
+                    qkv, *gates[:2], weight, *gates[2:], windows.view, states.view, **where
+                )
+            assert same_bits(windows.everything, before.everything), message

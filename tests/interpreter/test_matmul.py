@@ -102,7 +102,7 @@ def test_tiles_follow_the_role_and_never_the_number_of_rows(target):
             assert other.constexprs == first.constexprs
             assert other.options == first.options
     prefill, decode = launches[:2]
-    assert (prefill.constexprs["BM"], decode.constexprs["BM"]) == (128, 16)
+    assert (prefill.constexprs["BM"], decode.constexprs["BM"]) == (128, 64)
     assert [x for x in prefill.args if not isinstance(x, torch.Tensor)] == [0, 1, 128]
     assert [x for x in decode.args if not isinstance(x, torch.Tensor)] == [1, 3, 128]
 

@@ -406,6 +406,24 @@ REFUSED = {
         lambda: gates.delta_gates(zeros(2, 4, dtype=torch.int64), zeros(2, 4), zeros(4), zeros(4)),
         "dtype of a",
     ),
+    "rotary at an address between": (
+        lambda: norms.rotary(zeros(2, 1, 12)[..., 1:9], zeros(2, 2), zeros(2, 2)),
+        "address of x",
+    ),
+    "a gate at an address between": (
+        lambda: norms.gated_rms_norm(zeros(2, 1, 8), zeros(2, 1, 12)[..., 1:9], zeros(8), eps=1),
+        "address of gate",
+    ),
+    "rows at an odd distance": (
+        lambda: norms.rms_norm(zeros(3, 9)[:, :8], zeros(8), eps=1),
+        "strides of x: expected multiples of 4",
+    ),
+    "a table of another device": (
+        lambda: norms.qk_norm_rotary(
+            zeros(2, 1, 8), zeros(8), zeros(2, 2), zeros(2, 2).to("meta"), eps=1
+        ),
+        "device of sin",
+    ),
 }
 
 
@@ -420,3 +438,18 @@ def test_a_device_without_triton_is_refused(monkeypatch):
     for op, tensors in every_op(2, torch.float32).values():
         with pytest.raises(ValueError, match="device: expected 'cuda'"):
             op(*tensors)
+
+
+@FLOATS
+def test_norms_of_a_width_that_no_wide_load_fits(dtype):
+    x, weight = normal(1, 3, 33, dtype=dtype), 0.5 * normal(2, 33)
+    y = norms.rms_norm(x, weight, eps=EPS)
+    assert_matches(y, reference.rms_norm(*as_double(x, weight), eps=EPS), dtype)
+
+
+def test_delta_gates_follow_the_row_strides_of_a_and_of_b():
+    a, b, parameters = normal(1, 20, 3), normal(2, 20, 3), (normal(3, 3), normal(4, 3))
+    expected = gates.delta_gates(a, b, *parameters)
+    for pair in ((among_nan(a), b), (a, among_nan(b))):
+        outs = gates.delta_gates(*pair, *parameters)
+        assert all(torch.equal(y, z) for y, z in zip(outs, expected, strict=True))
