@@ -1,9 +1,10 @@
 """Does a test fail for every one-line fault that we can think of?
 
 `python -m tests.mutations [--jobs N] [--only WORDS]` applies each mutation of `tests/mutants/` to a
-copy of the tree in a temporary folder and runs the fast tests there, cheapest first. Exits with 1
-if a mutation survives without an explanation, if its old text is not there exactly once, or if the
-tests fail without any mutation. A full run writes experiments/results/mutations.json.
+copy of the tree in a temporary folder and runs the fast tests there, cheapest first; Triton kernels
+run in its interpreter. Exits with 1 if a mutation survives without an explanation, if its old text
+is not there exactly once, or if the tests fail without any mutation. A full run writes
+experiments/results/mutations.json.
 
 A mutant file mirrors the file that it breaks. Its entries are separated by blank lines:
 
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MUTANTS = ROOT / "tests" / "mutants"
 RESULTS = ROOT / "experiments" / "results" / "mutations.json"
 TIMEOUT_S = 60.0
+BASELINE_TIMEOUT_S = 900.0  # all tests that any mutation is met with, none of which fails early
 
 CACHE_TESTS = [
     "tests/cache/test_block_pool.py",
@@ -57,6 +59,42 @@ ENGINE_TESTS = [
     "tests/engine/test_scheduler_stateful.py",
 ]
 SLOW_TESTS = ["tests/engine/test_interrupts.py", "tests/engine/test_integer_oracle.py"]
+# A kernel's own tests, those that kill most first: the others would take minutes for each mutation.
+KERNEL_TESTS = {
+    "gated_delta_chunk": ["interpreter/test_gated_delta_chunk.py"],
+    "gated_delta_step": ["interpreter/test_gated_delta_step.py"],
+    "causal_conv1d": ["interpreter/test_causal_conv1d.py"],
+    "state_restore": ["interpreter/test_state_restore.py"],
+    "attention": ["interpreter/test_attention.py"],
+    "attention_decode": ["interpreter/test_attention.py"],
+    "norms": ["interpreter/test_norms_and_gates.py"],
+    "gates": ["interpreter/test_norms_and_gates.py"],
+    "matmul": ["interpreter/test_matmul.py"],
+    "fla_prefill": ["kernels/test_fla_prefill.py"],
+    "slot_rules": [
+        "kernels/test_slot_rules.py",
+        "kernels/test_validate.py",
+        "interpreter/test_gated_delta_step.py",
+    ],
+    "validate": [
+        "kernels/test_validate.py",
+        "kernels/test_ids.py",
+        "interpreter/test_state_restore.py",
+        "interpreter/test_gated_delta_step.py",
+    ],
+    "ids": ["kernels/test_ids.py", "interpreter/test_gated_delta_step.py"],
+    "packs": ["kernels/test_ids.py", "interpreter/test_gated_delta_step.py"],
+    "rows": [
+        "interpreter/test_launch.py",
+        "interpreter/test_norms_and_gates.py",
+        "interpreter/test_gated_delta_chunk.py",
+    ],
+    "launch": [
+        "interpreter/test_launch.py",
+        "interpreter/test_norms_and_gates.py",
+        "interpreter/test_matmul.py",
+    ],
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +128,9 @@ def read_mutations() -> list[Mutation]:
 
 
 def ordered_tests(file: str) -> list[str]:
-    """The fast tests, those that are about the file first."""
+    """The fast tests, those that are about the file first; of a kernel, its own."""
+    if file.startswith("kernels"):
+        return [f"tests/{test}" for test in KERNEL_TESTS[Path(file).stem]]
     tests = CACHE_TESTS + ENGINE_TESTS if file.startswith("cache") else ENGINE_TESTS + CACHE_TESTS
     stem = Path(file).stem
     own = [test for test in tests if Path(test).stem.startswith(f"test_{stem}")]
@@ -104,8 +144,8 @@ def ordered_tests(file: str) -> list[str]:
 
 
 class Lean:
-    """pytest plugin: Hypothesis repeats its choices and does not shrink; the first failure is
-    noted."""
+    """pytest plugin: Hypothesis repeats its choices and does not shrink, tests are ordered, and the
+    first failure is noted."""
 
     failed = ""
 
@@ -117,6 +157,12 @@ class Lean:
             "lean", deadline=None, derandomize=True, database=None, phases=phases
         )
         settings.load_profile("lean")
+
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        """File by file, one case of each test first: the last, which is seldom a trivial one."""
+        last = set({item.nodeid.split("[")[0]: item for item in items}.values())
+        files = list(dict.fromkeys(item.path for item in items))
+        items.sort(key=lambda item: (files.index(item.path), item not in last))
 
     def pytest_runtest_logreport(self, report) -> None:
         if report.failed and not self.failed:
@@ -160,7 +206,7 @@ class Copies:
 class Run:
     """The tests in one copy, with one mutation or none."""
 
-    def __init__(self, copy: Path, mutation: Mutation | None) -> None:
+    def __init__(self, copy: Path, mutation: Mutation | None, tests: list[str]) -> None:
         self.copy, self.mutation = copy, mutation
         self.verdict = copy / "verdict"
         self.verdict.unlink(missing_ok=True)
@@ -168,7 +214,6 @@ class Run:
             target = copy / mutation.file
             self.source = target.read_text()
             target.write_text(mutation.apply(self.source))
-        tests = ordered_tests("" if mutation is None else mutation.file)
         self.started = time.perf_counter()
         context = multiprocessing.get_context("fork")
         self.process = context.Process(target=_run_tests, args=(copy, tests, self.verdict))
@@ -196,7 +241,8 @@ def run_all(mutations: list[Mutation], copies: Copies, report) -> list[dict]:
     waiting, running, results = list(mutations), [], {}
     while waiting or running:
         while waiting and copies.idle:
-            running.append(Run(copies.idle.pop(), waiting.pop(0)))
+            m = waiting.pop(0)
+            running.append(Run(copies.idle.pop(), m, ordered_tests(m.file)))
         wait([run.process.sentinel for run in running], timeout=1.0)
         for run in list(running):
             if run.process.is_alive() and run.seconds < TIMEOUT_S:
@@ -226,6 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     mutations = [m for m in read_mutations() if options.only in f"{m.file} {m.name}"]
     if not mutations:
         parser.error(f"--only {options.only!r}: no mutation has these words in its 'file name'")
+    os.environ["TRITON_INTERPRET"] = "1"  # triton decides when it is imported
     import hypothesis  # noqa: F401 (loaded once, before the forks)
     import pytest  # noqa: F401
     import torch
@@ -238,8 +285,9 @@ def main(arguments: list[str] | None = None) -> int:
         mutation.apply((ROOT / mutation.file).read_text())
     with tempfile.TemporaryDirectory() as folder, Progress(console=console) as progress:
         copies = Copies(Path(folder), options.jobs)
-        baseline = Run(copies.idle[0], None)
-        baseline.process.join(TIMEOUT_S)
+        tests = list(dict.fromkeys(test for m in mutations for test in ordered_tests(m.file)))
+        baseline = Run(copies.idle[0], None, tests)
+        baseline.process.join(BASELINE_TIMEOUT_S)
         if failed := baseline.finish():
             console.print(f"[red]the tests fail without any mutation:[/] {failed}")
             return 1

@@ -151,3 +151,13 @@ def test_zeroing_refuses_and_writes_nothing(ops, slots):
     with pytest.raises(ValueError, match="written slot"):
         ops.zero_slots(arena, slots)
     assert torch.equal(arena, torch.ones_like(arena))
+
+
+@OPS
+def test_drafts_of_one_row_have_a_slot_each(ops):
+    states = Pool.poisoned(NUM_SLOTS, 2, 4, 4, dtype=torch.float32, filled=FILLED)
+    before = states.clone()
+    slots = {"read_slots": ids([1]), "write_slots": ids([2, 3, 2]), "cu_seqlens": ids([0, 3])}
+    with pytest.raises(ValueError, match="writers of slot 2: expected one row, got rows 0, 0"):
+        ops.gated_delta_step(*delta_inputs(3, 1, 2, 4, 4, torch.float32), states.view, **slots)
+    assert same_bits(states.everything, before.everything)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import reference, torch_ops
+from kernels import reference, torch_ops, validate
 from tests.kernels.packs import normal
 
 OPS = pytest.mark.parametrize("ops", [reference, torch_ops], ids=["reference", "torch_ops"])
@@ -193,3 +193,38 @@ def test_the_reference_takes_int64_vectors_only():
     slots = {"read_slots": torch.tensor([-1.0, -1.0]), "write_slots": torch.tensor([1, 2])}
     with pytest.raises(ValueError, match="int64 vector"):
         reference.gated_delta_step(**delta_arguments(), **slots)
+
+
+def calls_on_one_device() -> dict[str, tuple]:
+    """{name: (what is checked, its tensors, its other arguments)}, all of it accepted."""
+    slots = {"read_slots": [-1, -1], "write_slots": [1, 2]}
+    conv = {"x": normal(1, 2, 5), "weight": normal(2, 5, 4), "windows": normal(3, 4, 3, 5)}
+    rows = {name: normal(1, 2, 2, 8) for name in ("k", "v")}
+    caches = {name: normal(2, 4, 2, 2, 8) for name in ("k_cache", "v_cache")}
+    mixer = {
+        "qkv": normal(1, 2, 16),
+        "a": normal(2, 2, 2),
+        "b": normal(3, 2, 2),
+        "conv_weight": normal(4, 16, 4),
+        "A_log": normal(5, 2),
+        "dt_bias": normal(6, 2),
+        "windows": normal(7, 4, 3, 16),
+        "states": normal(8, 4, 2, 4, 4),
+    }
+    one = {"kv_lens": [1], "block_tables": [[1]]}
+    return {
+        "delta rule": (validate.gated_delta, delta_arguments(), slots),
+        "convolution": (validate.causal_conv, conv, slots),
+        "mixer": (validate.gated_delta_net_step, mixer, {"num_key_heads": 1, "slots": slots}),
+        "attention": (validate.attention_decode, attention_arguments(), one),
+        "K/V writes": (validate.write_kv, {**rows, **caches}, {"kv_indices": [4, 5]}),
+    }
+
+
+@pytest.mark.parametrize("name", calls_on_one_device())
+def test_tensors_of_two_devices_are_refused(name):
+    check, tensors, others = calls_on_one_device()[name]
+    check(**tensors, **others)
+    for moved in list(tensors)[1:]:
+        with pytest.raises(ValueError, match=f"device of {moved.removeprefix('conv_')}"):
+            check(**{**tensors, moved: tensors[moved].to("meta")}, **others)
