@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from kernels.slot_rules import require
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton decides when it is imported
 
 
@@ -69,8 +72,11 @@ def _device_target(device: torch.device) -> Target:
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         name = properties.gcnArchName.split(":")[0]
-    else:
-        name = f"sm_{min(properties.major, 10)}0"
+    else:  # 10.3 takes the tiles of 10.0; 8.6 and 8.9 have less shared memory than 8.0
+        major, minor = properties.major, properties.minor
+        name = f"sm_{major}0" if major == 10 else f"sm_{major}{minor}"
+    supported = name in TARGETS
+    require(supported, f"GPU {properties.name!r}", f"one of {TARGETS}", name)
     return Target(name, properties.multi_processor_count)
 
 

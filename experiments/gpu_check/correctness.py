@@ -129,14 +129,16 @@ def slots(bench: Bench) -> None:
         conv_channels=s.channels,
         window_dtype=s.dtype,
     )
-    pool = StatePool(8, shape, s.device, bench.ops)
+    pool = StatePool(s.arena_slots, shape, s.device, bench.ops)
     pool.arena.random_(0, 256, generator=bench.generator)
     expected = pool.arena.clone()
-    bench.ops.copy_slots(pool.arena, [1, 1, 2], [3, 7, 5])
-    reference.copy_slots(expected, [1, 1, 2], [3, 7, 5])
+    last = s.arena_slots - 1
+    for copies in (([1, 1, 2], [3, 7, last]), ([last], [5])):
+        bench.ops.copy_slots(pool.arena, *copies)
+        reference.copy_slots(expected, *copies)
     bench.equal("copy_slots: whole arena", pool.arena, expected)
-    bench.ops.zero_slots(pool.arena, [4, 7])
-    reference.zero_slots(expected, [4, 7])
+    bench.ops.zero_slots(pool.arena, [4, last])
+    reference.zero_slots(expected, [4, last])
     bench.equal("zero_slots: whole arena", pool.arena, expected)
 
 

@@ -62,6 +62,7 @@ class Sizes:
     bars: Bars
     key_heads: int
     ratios: tuple[int, ...]
+    arena_slots: int  # on a GPU: more than 2**31 words
     width: int  # K and V
     heads: int
     kv: int
@@ -115,7 +116,8 @@ FULL = Sizes(
     dtype=torch.bfloat16,
     bars=Bars(recurrent=0.002, chunked=0.005, attention=0.01, matmul=0.01, rounded=0.003),
     key_heads=16,
-    ratios=(2, 1, 3),
+    ratios=(2, 1, 3, 4),
+    arena_slots=180,
     width=128,
     heads=16,
     kv=4,
@@ -167,7 +169,8 @@ TINY = Sizes(
     dtype=torch.float32,
     bars=Bars(recurrent=1e-5, chunked=1e-5, attention=1e-5, matmul=1e-5, rounded=1e-5),
     key_heads=1,
-    ratios=(2, 1, 3),
+    ratios=(2, 1, 3, 4),
+    arena_slots=9,
     width=16,
     heads=4,
     kv=2,

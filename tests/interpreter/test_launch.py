@@ -1,5 +1,7 @@
 """What all Triton launches have in common: options, targets, strides and refusals."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -88,3 +90,23 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match=r"device: expected 'cuda'.*got cpu"):
         launch.runs_here(CPU)
+
+
+@pytest.mark.parametrize(
+    ("major", "minor", "name"),
+    [(8, 0, "sm_80"), (9, 0, "sm_90"), (10, 0, "sm_100"), (10, 3, "sm_100")],
+)
+def test_a_gpu_gets_the_tiles_of_its_target(monkeypatch, major, minor, name):
+    gpu = SimpleNamespace(name="G", major=major, minor=minor, multi_processor_count=7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    launch._device_target.cache_clear()
+    assert launch.target_of(torch.device("cuda")) == Target(name, 7)
+
+
+@pytest.mark.parametrize(("major", "minor"), [(7, 5), (8, 6), (8, 9), (12, 0)])
+def test_a_gpu_that_no_tiles_were_made_for_is_refused_by_name(monkeypatch, major, minor):
+    gpu = SimpleNamespace(name="Small", major=major, minor=minor, multi_processor_count=7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    launch._device_target.cache_clear()
+    with pytest.raises(ValueError, match=rf"GPU 'Small'.*sm_80.*got sm_{major}{minor}"):
+        launch.target_of(torch.device("cuda"))
