@@ -242,13 +242,19 @@ def _scan(
     tl.store(p_state + write * stride_slot, tl.trans(b_s))  # wide
 
 
-def _tiles(target: Target) -> tuple[dict[str, int], ...]:
-    """Options of the three kernels. num_warps decides the order of sums: fixed for each target."""
+def _tiles(target: Target, HV: int, V: int) -> tuple[dict[str, int], ...]:
+    """Options of the three kernels, fixed by target and model: num_warps decides the order of sums.
+
+    One sequence is HV * V / BV programs of `_scan`: few heads take narrow tiles (on sm_100 these
+    spill).
+    """
+    narrow = HV * V // 32 <= 64 and target.name != "sm_100"
+    BV = min(V, 16 if narrow else 32)
     stages = {"sm_80": 2, "gfx942": 1}.get(target.name, 3)  # what shared memory holds
     return (
         dict(num_warps=4, num_stages=1),
         dict(num_warps=8, num_stages=1),
-        dict(BV=32, num_warps=4, num_stages=stages),
+        dict(BV=BV, num_warps=4, num_stages=stages),
     )
 
 
@@ -323,7 +329,7 @@ def gated_delta_prefill(
     inverse = g.new_empty(num_chunks, HV, C, C)
     o = g.new_empty(T, HV, V)
     target = target_of(q.device)
-    invert, prepare, scan = _tiles(target)
+    invert, prepare, scan = _tiles(target, HV, V)
     heads = dict(H=H, R=HV // H, K=K, V=V, C=C)
     launch(
         _invert,
@@ -363,7 +369,6 @@ def gated_delta_prefill(
         **heads,
         **prepare,
     )
-    scan["BV"] = min(scan["BV"], V)
     launch(
         _scan,
         (V // scan["BV"], HV, num_rows),
