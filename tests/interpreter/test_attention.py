@@ -316,6 +316,7 @@ def test_padding_rows_share_block_0_and_no_rows_write_nothing():
 
 
 def test_blocks_beyond_2_to_the_31_elements_are_written_and_read(short_parts):
+    """trap 24"""
     D, block_size = 64, 64
     last = 2**31 // (block_size * 2 * D) + 2  # block ids fit, element offsets do not
     half = torch.zeros(0, dtype=torch.float16)

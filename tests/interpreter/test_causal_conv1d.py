@@ -69,6 +69,7 @@ def test_steps_match_the_taps_and_keep_windows_exactly(steps, channels, width, d
 
 @pytest.mark.parametrize("suffix", [1, 2, 3, 4, 63, 64, 65])
 def test_a_suffix_mixes_the_window_of_its_prefix_and_has_the_bits_of_the_whole(suffix):
+    """trap 7"""
     x, weight = normal(1, 64 + suffix, 24, dtype=torch.float16), normal(2, 24, 4).half()
     pool = Pool.poisoned(6, 3, 24, dtype=torch.float16)
     whole = causal_conv_prefill(x, weight, pool.view, **Pack([64 + suffix], [-1], [3]).vectors())

@@ -115,6 +115,7 @@ def test_hits_change_no_bit_of_any_logit(models, cold, restore):
 
 
 def test_requests_at_once_have_the_bits_of_one_at_a_time(models, cold):
+    """trap 34"""
     llm = engine(models["triton"], max_num_batched_tokens=192)
     outputs = llm.generate(PROMPTS, GREEDY)
     for tokens, output in zip(PROMPTS, outputs, strict=True):

@@ -187,6 +187,7 @@ def test_a_refused_mixer_leaves_the_windows_alone_too():
     ],
 )
 def test_slots_that_would_race_are_refused_before_anything_is_written(steps, message):
+    """trap 16"""
     pool = Pool.poisoned(14, 2, 64, 16, dtype=torch.float32, filled=(1, 2, 3, 4))
     before = pool.clone()
     inputs = delta_inputs(steps.num_tokens, *SMALL, torch.float32)
@@ -202,6 +203,7 @@ def test_slots_that_would_race_are_refused_before_anything_is_written(steps, mes
 @pytest.mark.usefixtures("guarded_outputs")
 @pytest.mark.parametrize("name", ["padding", "mixed"])
 def test_padding_steps_are_zeros_in_memory_that_held_something_else(name):
+    """trap 18"""
     steps = STEPS[name]
     inputs = delta_inputs(steps.num_tokens, *SMALL, torch.float32)
     o = gated_delta_step(*inputs, poisoned(steps, SMALL).view, **steps.vectors())
