@@ -27,6 +27,8 @@ def claims() -> dict[str, str]:
     serial = [row for row in demo["requests"] if row["mode"] == "serial"]
     ratio = median(row["ttft_cold_ms"] / row["ttft_warm_ms"] for row in serial)
     mutants = mutations["mutations"]
+    binaries = load("aot.json")["kernels"]
+    kernels = {row["kernel"] for row in binaries}
     return {
         "cpu": f"{machine['cores']} cores of an {machine['cpu']}",
         "threads": str(machine["threads"]),
@@ -54,4 +56,5 @@ def claims() -> dict[str, str]:
         "demo_outputs": str(len(demo["requests"])),
         "killed": str(sum(row["killed"] for row in mutants)),
         "mutants": str(len(mutants)),
+        "binaries": f"{len(binaries)} binaries of {len(kernels)} kernels",
     }
