@@ -27,8 +27,8 @@ class EngineConfig:
         "copy": one fused copy first. Equal bits.
     device, dtype: where ("cpu", "cuda") and in what the model runs; dtype None: as the weights are.
         States are always float32.
-    kernels: "torch" (on the CPU) or "triton" (on CUDA and ROCm devices, or interpreted on the CPU);
-        "auto": as the device needs.
+    kernels: "torch" (on the CPU) or "triton" (on CUDA and ROCm devices, or interpreted on the CPU,
+        in float32); "auto": as the device needs.
     delta_rule, matmul: with Triton, "fla" prefills with flash-linear-attention's chunk kernel and
         "library" multiplies with the library's matmul, for comparison: a hit may then change bits.
     hash_seed: seed of the prefix hashes.

@@ -15,15 +15,18 @@ from kernels.heads import split_heads
 Tensors = dict[str, torch.Tensor]
 
 
+_ROW_MULTIPLE = 8  # elements: rows of a projection start at multiples of 16 bytes
+
+
 class GatedDeltaNet:
     """One linear-attention mixer. Its state lives in layer `index` of the state pool."""
 
     def __init__(self, tensors: Tensors, config: ModelConfig, index: int, ops: Ops) -> None:
         self.config, self.index, self.ops = config, index, ops
-        projections = ("qkv", "z", "b", "a")
-        self.in_proj = ops.linear(
-            torch.cat([tensors.pop(f"in_proj_{name}.weight") for name in projections])
-        )
+        parts = [tensors.pop(f"in_proj_{name}.weight") for name in ("qkv", "z", "b", "a")]
+        num_rows = sum(len(part) for part in parts)
+        padding = parts[0].new_zeros(-num_rows % _ROW_MULTIPLE, config.hidden_size)
+        self.in_proj = ops.linear(torch.cat([*parts, padding]))
         conv_weight = tensors.pop("conv1d.weight").squeeze(1)
         self.conv_weight = conv_weight.t().contiguous().t()  # [C, W], channels side by side
         self.A_log = tensors.pop("A_log").float()
@@ -36,9 +39,8 @@ class GatedDeltaNet:
         c = self.config
         heads = c.linear_num_value_heads
         P, N = inputs.num_prefill_tokens, inputs.num_decodes
-        qkv, z, b, a = self.in_proj(x, P).split(
-            [c.conv_channels, c.value_channels, heads, heads], dim=-1
-        )
+        used = [c.conv_channels, c.value_channels, heads, heads]
+        qkv, z, b, a = self.in_proj(x, P)[:, : sum(used)].split(used, dim=-1)
         mixed = []
         if P:
             mixed.append(self._prefill(qkv[:P], a[:P], b[:P], inputs, pool))
@@ -204,6 +206,14 @@ class Qwen35Model:
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.ops = ops_for(device) if ops is None else ops
+        self.ops.check_model(
+            device=device,
+            dtype=dtype,
+            hidden_size=config.hidden_size,
+            head_dim=config.head_dim,
+            linear_key_head_dim=config.linear_key_head_dim,
+            linear_value_head_dim=config.linear_value_head_dim,
+        )
         self._layers: dict[int, DecoderLayer] = {}
         sizes = Counter(
             int(name.split(".")[1]) for name in expected_tensors(config) if "layers." in name

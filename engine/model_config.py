@@ -17,6 +17,7 @@ import xxhash
 
 from engine.hf_config import read_eos_token_ids, read_text_fields
 from engine.weight_files import weights_digest
+from kernels import KERNEL_CHUNK
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 WEIGHTS_DTYPES = ("float32", "bfloat16", "float16")
@@ -119,7 +120,8 @@ class ModelConfig:
             value = getattr(self, many)
             _require(value % divisor == 0, many, value, f"a multiple of {few} = {divisor}")
         width = self.linear_conv_kernel_dim
-        _require(width >= 2, "linear_conv_kernel_dim", width, "at least 2")
+        accepted = f"2 to {KERNEL_CHUNK}, the kernel chunk"
+        _require(2 <= width <= KERNEL_CHUNK, "linear_conv_kernel_dim", width, accepted)
         _require(
             _is_int(self.rotary_dim)
             and 0 < self.rotary_dim <= self.head_dim

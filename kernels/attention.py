@@ -23,7 +23,7 @@ import triton.language as tl
 from kernels import validate
 from kernels.constants import KERNEL_CHUNK
 from kernels.ids import Ids, IdVector, as_ids, as_list, as_tables
-from kernels.launch import Target, launch, next_power_of_2, runs_here, target_of
+from kernels.launch import Target, launch, next_power_of_2, require_runnable, target_of
 from kernels.rows import row_stride
 from kernels.slot_rules import require
 
@@ -95,7 +95,7 @@ def write_kv(
     Rows may be slices of a wider array; the heads and dims of one row are contiguous. Of several
     rows for one index of block 0, the padding block, any may stay.
     """
-    runs_here(k.device)
+    require_runnable(k.device)
     validate.write_kv(k, v, k_cache, v_cache, kv_indices)
     kv, D = k.shape[1:]
     for name, x in (("k", k), ("v", v)):
@@ -282,9 +282,9 @@ def attention_prefill(
 ) -> torch.Tensor:
     """Causal attention of packed sequences over their paged K/V; see reference.attention_prefill.
 
-    q, gate [T, heads, D] with any strides but 1 in the last dim; returns a contiguous array.
+    q, gate [T, heads, D]: the last dim contiguous, other strides free; returns a contiguous array.
     """
-    runs_here(q.device)
+    require_runnable(q.device)
     validate.attention_prefill(
         q,
         gate,

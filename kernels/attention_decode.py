@@ -19,7 +19,7 @@ import triton.language as tl
 from kernels import validate
 from kernels.attention import Tiling, attend_tile, cache_strides, kv_places, require_layout
 from kernels.ids import IdVector, as_ids, as_list, as_tables
-from kernels.launch import Target, cdiv, launch, next_power_of_2, runs_here, target_of
+from kernels.launch import Target, cdiv, launch, next_power_of_2, require_runnable, target_of
 from kernels.rows import row_stride
 
 SPLIT = 256  # K/V rows of a part: 64 programs already for one sequence of 4096 rows and 4 K/V heads
@@ -172,9 +172,9 @@ def attention_decode(
 ) -> torch.Tensor:
     """One query row of each of N sequences over its paged K/V; see reference.attention_decode.
 
-    q, gate [N, heads, D] with any strides but 1 in the last dim; returns a contiguous array.
+    q, gate [N, heads, D]: the last dim contiguous, other strides free; returns a contiguous array.
     """
-    runs_here(q.device)
+    require_runnable(q.device)
     validate.attention_decode(q, gate, k_cache, v_cache, kv_lens=kv_lens, block_tables=block_tables)
     require_layout(q, gate, k_cache, v_cache)
     tables = as_tables(block_tables, q.device).tensor

@@ -21,9 +21,9 @@ from kernels import validate
 from kernels.constants import KERNEL_CHUNK
 from kernels.gates import silu
 from kernels.ids import IdVector, as_ids
-from kernels.launch import cdiv, launch, next_power_of_2, runs_here
+from kernels.launch import cdiv, launch, next_power_of_2, require_runnable
 from kernels.packs import chunk_table, one_token_each
-from kernels.rows import row_stride
+from kernels.rows import DTYPES, row_stride
 from kernels.slot_rules import require
 
 _PREFILL_TILE = dict(BT=KERNEL_CHUNK, BC=64, num_warps=8, num_stages=1)
@@ -150,10 +150,12 @@ def _step(
 def _check(x: torch.Tensor, weight: torch.Tensor) -> dict[str, int]:
     """What the kernels ask for beyond `validate.causal_conv`; the constants they share."""
     width = weight.shape[1]
-    require(2 <= width <= KERNEL_CHUNK, "conv width", f"in [2, {KERNEL_CHUNK}]", width)
+    require(width >= 2, "conv width", f"in [2, {KERNEL_CHUNK}]", width)
+    for name, tensor in (("x", x), ("weight", weight)):
+        require(tensor.dtype in DTYPES, f"dtype of {name}", f"one of {DTYPES}", tensor.dtype)
     apart = x.stride(1) == 1 or x.numel() == 0
     require(apart, "strides of x", "[*, 1]", x.stride())
-    runs_here(x.device)
+    require_runnable(x.device)
     return dict(
         weight_c=weight.stride(0),
         weight_w=weight.stride(1),

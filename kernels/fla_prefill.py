@@ -52,7 +52,9 @@ class FlaPrefill:
         slots: dict[str, Any] = dict(read_slots=read_slots, write_slots=write_slots)
         slots.update(cu_seqlens=cu_seqlens, snapshot_slots=snapshot_slots)
         segments = validate.gated_delta(q, k, v, g, beta, states, **slots)
-        reads, writes, snaps = validate.as_lists(read_slots, write_slots, snapshot_slots)
+        reads, writes, snaps = validate.as_lists(
+            read_slots=read_slots, write_slots=write_slots, snapshot_slots=snapshot_slots
+        )
         o = torch.empty(v.shape, dtype=torch.float32, device=v.device)
         live = [torch.zeros_like(states[0]) if slot < 0 else states[slot] for slot in reads]
         for pieces in _rounds(segments, writes, snaps):

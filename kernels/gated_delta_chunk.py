@@ -9,9 +9,9 @@ head and BV value columns) carries the state S [K, BV] in float32 registers thro
 stores it to the snapshot slots on the way and to the write slot at the end.
 Source: Yang et al., "Gated Delta Networks" (2024), section 3.
 
-Bytes: q, k, v, g, beta and o once; normalised q and k, w, u, p (the model's dtype) and T (float32)
-of each chunk written and read once more, C (2 K / R + K + V + C) and C^2 elements a value head; the
-states that are read and stored.
+Bytes: q, k, v, g, beta and o once; normalised q and k, w, u, p (the model's dtype), T and G
+(float32) of each chunk, C (2 K / R + K + V + C) and C^2 + C elements a value head, written once and
+read again, from the second-level cache where several programs do; the states read and stored.
 
 A chunk is the same instructions wherever it stands: 64 tokens from the start of its row, short
 chunks filled with zeros. So a prefill cut at multiples of 64 has the bits of an uncut one.
@@ -24,9 +24,9 @@ import triton.language as tl
 from kernels import validate
 from kernels.constants import KERNEL_CHUNK
 from kernels.ids import IdVector, as_ids
-from kernels.launch import Target, launch, runs_here, target_of
+from kernels.launch import Target, launch, require_runnable, target_of
 from kernels.packs import chunk_table
-from kernels.rows import check_aligned, row_stride, vector_width
+from kernels.rows import DTYPES, check_aligned, row_stride, vector_width
 from kernels.slot_rules import require
 
 _L2_EPS = tl.constexpr(1e-6)
@@ -264,6 +264,7 @@ def check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, states: torch
         fits = width >= 16 and width & (width - 1) == 0
         require(fits, f"head width {name}", "a power of two from 16 up", width)
     require(states.dtype == torch.float32, "dtype of states", torch.float32, states.dtype)
+    require(q.dtype in DTYPES, "dtype of q", f"one of {DTYPES}", q.dtype)
     for name, x in (("q", q), ("k", k), ("v", v)):
         packed = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
         require(packed or x.numel() == 0, f"strides of {name}", "[*, width, 1]", x.stride())
@@ -310,7 +311,7 @@ def gated_delta_prefill(
     )
     check_heads(q, k, v, states)
     check_gates(g, beta)
-    runs_here(q.device)
+    require_runnable(q.device)
     table = chunk_table(
         as_ids(cu_seqlens, "cu_seqlens", q.device),
         as_ids(read_slots, "read_slots", q.device),

@@ -1,11 +1,12 @@
 """One-token gated delta updates in Triton, states in slots: decode, and the steps of a verify.
 
-Per row and value head, with q and k normalised: S *= exp(g); d = beta (v - S k); S += d k^T;
-o = S q. A program holds BV rows of one head's S [V, K] in float32 registers and runs the tokens of
-its row in order, storing the state after each in that token's write slot. Decode is the case of one
-token a row. The norms are computed inside, in `gated_delta_net_step` the gates too. The convolution
-is a launch of its own: windows change in place, and the channels of a key head would be read by the
-programs of all its value heads while one of them writes.
+Per row and value head, with q and k normalised and q scaled by K^-0.5: S *= exp(g);
+d = beta (v - S k); S += d k^T; o = S q. A program holds BV rows of one head's S [V, K] in float32
+registers and runs the tokens of its row in order, storing the state after each in that token's
+write slot. Decode is the case of one token a row. The norms are computed inside, and in
+`gated_delta_net_step` the gates too. The convolution is a launch of its own: windows change in
+place, and the channels of a key head would be read by the programs of all its value heads while one
+of them writes.
 
 Bytes: the state of each row read once and written once a token (2 x 64 KiB a value head at K = V =
 128), which is nearly all there is; HBM bandwidth is the roof.
@@ -23,9 +24,9 @@ from kernels.gated_delta_chunk import check_gates, check_heads
 from kernels.gates import sigmoid, softplus
 from kernels.heads import split_heads
 from kernels.ids import IdVector, as_ids
-from kernels.launch import launch, runs_here
+from kernels.launch import launch, require_runnable
 from kernels.packs import one_token_each
-from kernels.rows import row_stride, vector_width
+from kernels.rows import check, row_stride, vector_width
 from kernels.slot_rules import require
 
 _L2_EPS = tl.constexpr(1e-6)
@@ -157,9 +158,9 @@ def gated_delta_net_step(
     validate.gated_delta_net_step(
         qkv, a, b, conv_weight, A_log, dt_bias, windows, states, num_key_heads, slots
     )
+    check(qkv, qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         require(x.dtype == torch.float32, f"dtype of {name}", torch.float32, x.dtype)
-    check_gates(a, b)
     check_heads(*split_heads(qkv, states, num_key_heads), states)
     qkv = causal_conv_step(qkv, conv_weight, windows, **slots)
     q, k, v = split_heads(qkv, states, num_key_heads)
@@ -177,7 +178,7 @@ def _launch(
     cu_seqlens: IdVector | None,
 ) -> torch.Tensor:
     check_heads(q, k, v, states)
-    runs_here(q.device)
+    require_runnable(q.device)
     g, beta, A_log, dt_bias = gates
     reads = as_ids(read_slots, "read_slots", q.device)
     writes = as_ids(write_slots, "write_slots", q.device)

@@ -6,7 +6,7 @@ these objects never change and are compared by identity, what is derived from th
 chunk tables) is made once a step and not once a layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,13 +19,23 @@ def _upload(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def _integers(what: str, values: Iterable[object], bits: int) -> None:
+    for value in values:
+        fits = type(value) is int and -(1 << bits) <= value < 1 << bits
+        require(fits, what, f"integers of {bits + 1} bits", repr(value))
+
+
 class Ids:
-    """A vector of ids: `host`, a tuple, and `tensor` [N] int64 on the device. Immutable."""
+    """A vector of ids: `host`, a tuple, and `tensor` [N] int64 on the device. Neither is to change.
+
+    ValueError unless all are integers of 64 bits.
+    """
 
     __slots__ = ("host", "tensor")
 
     def __init__(self, values: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.host = tuple(values)
+        _integers("ids", self.host, 63)
         self.tensor = _upload(torch.tensor(self.host, dtype=torch.int64), device)
 
     def __len__(self) -> int:
@@ -45,6 +55,8 @@ class BlockTables:
 
     def __init__(self, tables: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> None:
         self.host = tuple(tuple(table) for table in tables)
+        for row, table in enumerate(self.host):
+            _integers(f"blocks of row {row}", table, 31)
         longest = max((len(table) for table in self.host), default=0)
         padded = [[*table, *[0] * (longest - len(table))] for table in self.host]
         host = torch.tensor(padded, dtype=torch.int32).view(len(padded), longest)
@@ -80,8 +92,7 @@ def as_list(ids: IdVector, name: str) -> Sequence[int]:
         ok = ids.dtype == torch.int64 and ids.ndim == 1
         require(ok, name, "an int64 vector", f"{ids.dtype} {list(ids.shape)}")
         return ids.tolist()
-    for value in ids:
-        require(type(value) is int, name, "integers", repr(value))
+    _integers(name, ids, 63)
     return ids
 
 

@@ -7,7 +7,6 @@ target in the module of the kernel.
 
 import functools
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 
 from kernels.slot_rules import require
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton decides when it is imported
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # decided when triton is imported
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def launch(
     kernel[grid](*args, **constexprs, **options)
 
 
-def runs_here(device: torch.device) -> None:
+def require_runnable(device: torch.device) -> None:
     """ValueError unless Triton kernels can run on tensors of this device."""
     if _recording.get() is not None or device.type == "cuda":
         return

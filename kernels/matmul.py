@@ -3,9 +3,10 @@
 `BatchInvariantLinear` is exact in the sense of this project: the bits of an output row depend on
 the row, the weight and the row's role, and on nothing else. Every output is one program's sum over
 ascending K in float32, in steps fixed by the tile; there is no split over K and no autotuning, and
-neither tile nor binary is chosen by the number of rows. The role is the caller's to choose:
+the tile is not chosen by the number of rows. The role is the caller's to choose:
 "prefill" rows go through big tiles, "decode" rows through tiles of 64 rows that read the weight
-once for up to 64 of them. The two roles may differ in the last bits, as two libraries would.
+once for up to 64 of them (with 16-bit weights; float32 tiles are smaller). The two roles may differ
+in the last bits, as two libraries would.
 
 Bytes: the weight once a call and role (again, from L2, for each further 64 decode rows or 128
 prefill rows) + x + y. Decode is bound by the bytes of the weight, prefill by arithmetic.
@@ -100,7 +101,7 @@ class BatchInvariantLinear:
 
     def __call__(self, x: torch.Tensor, num_prefill_rows: int | None = None) -> torch.Tensor:
         num_prefill_rows = _check_call(x, self._weight, num_prefill_rows)
-        launch.runs_here(x.device)
+        launch.require_runnable(x.device)
         M, N = x.shape[0], self._weight.shape[0]
         y = torch.empty(M, N, dtype=x.dtype, device=x.device)
         roles = {"prefill": (0, num_prefill_rows), "decode": (num_prefill_rows, M)}
@@ -173,5 +174,6 @@ def _check_call(x: torch.Tensor, weight: torch.Tensor, num_prefill_rows: int | N
     contiguous = x.stride(1) == 1 or x.shape[1] == 1
     require(contiguous, "last stride of x", 1, x.stride(1))
     rows = 0 if num_prefill_rows is None else num_prefill_rows
+    require(type(rows) is int, "number of prefill rows", "an integer", repr(rows))
     require(0 <= rows <= x.shape[0], "number of prefill rows", f"in [0, {x.shape[0]}]", rows)
     return rows

@@ -15,10 +15,16 @@ import triton.language as tl
 
 from kernels import launch, validate
 from kernels.gates import silu
-from kernels.rows import ELEMENTS, check, check_aligned, num_warps, row_stride, vector_width
+from kernels.rows import (
+    ELEMENTS,
+    MAX_WIDTH,
+    check,
+    check_aligned,
+    num_warps,
+    row_stride,
+    vector_width,
+)
 from kernels.slot_rules import require
-
-_MAX_WIDTH = 16384  # of a norm, which keeps its row in registers
 
 
 @triton.jit(do_not_specialize=["row_x"])
@@ -284,5 +290,5 @@ def _check_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None
 def _check_norm(first: torch.Tensor, /, **tensors: torch.Tensor) -> None:
     check(first, **tensors)
     width = first.shape[-1]
-    require(width <= _MAX_WIDTH, "width", f"at most {_MAX_WIDTH}", width)
+    require(width <= MAX_WIDTH, "width", f"at most {MAX_WIDTH}", width)
     check_aligned(**tensors)

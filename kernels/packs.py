@@ -13,9 +13,7 @@ from kernels.constants import KERNEL_CHUNK
 from kernels.ids import Ids
 from kernels.slot_rules import segments
 
-# Columns of `ChunkTable.chunks` and `ChunkTable.rows`, as the kernels index them.
-CHUNK_ROW, CHUNK_START, CHUNK_TOKENS, CHUNK_SNAPSHOT, CHUNK_COLUMNS = range(5)
-ROW_START, ROW_TOKENS, ROW_FIRST_CHUNK, ROW_READ, ROW_WRITE, ROW_COLUMNS = range(6)
+_CHUNK_COLUMNS, _ROW_COLUMNS = 4, 5  # of `ChunkTable`; the kernels index them by number
 
 
 class ChunkTable(NamedTuple):
@@ -47,8 +45,8 @@ def chunk_table(
             chunks.append([row, first, min(KERNEL_CHUNK, end - first), next(snapshots)])
     device = cu_seqlens.tensor.device
     return ChunkTable(
-        Ids([x for chunk in chunks for x in chunk], device).tensor.view(-1, CHUNK_COLUMNS),
-        Ids([x for row in rows for x in row], device).tensor.view(-1, ROW_COLUMNS),
+        Ids([x for chunk in chunks for x in chunk], device).tensor.view(-1, _CHUNK_COLUMNS),
+        Ids([x for row in rows for x in row], device).tensor.view(-1, _ROW_COLUMNS),
     )
 
 

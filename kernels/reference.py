@@ -202,7 +202,7 @@ def causal_conv_prefill(
     """`causal_conv` over packed segments x [T, C], windows in slots; returns y [T, C]."""
     slots = dict(read_slots=read_slots, write_slots=write_slots, snapshot_slots=snapshot_slots)
     segments = validate.causal_conv(x, weight, windows, cu_seqlens=cu_seqlens, **slots)
-    reads, writes, snapshots = validate.as_lists(*slots.values())
+    reads, writes, snapshots = validate.as_lists(**slots)
 
     def core(start, end, window):
         return causal_conv(x[start:end], weight, window)
@@ -230,7 +230,9 @@ def causal_conv_step(
     def core(t, window):
         return causal_conv(x[t : t + 1], weight, window)
 
-    y = _step(core, windows, segments, *validate.as_lists(read_slots, write_slots))
+    y = _step(
+        core, windows, segments, *validate.as_lists(read_slots=read_slots, write_slots=write_slots)
+    )
     return torch.cat([x[:0], *y])
 
 
@@ -250,7 +252,7 @@ def gated_delta_prefill(
     """`gated_delta_rule` over packed segments, states in slots; returns o [T, HV, V], wide."""
     slots = dict(read_slots=read_slots, write_slots=write_slots, snapshot_slots=snapshot_slots)
     segments = validate.gated_delta(q, k, v, g, beta, states, cu_seqlens=cu_seqlens, **slots)
-    reads, writes, snapshots = validate.as_lists(*slots.values())
+    reads, writes, snapshots = validate.as_lists(**slots)
 
     def core(start, end, state):
         part = slice(start, end)
@@ -284,7 +286,9 @@ def gated_delta_step(
         part = slice(t, t + 1)
         return gated_delta_rule(q[part], k[part], v[part], g[part], beta[part], state)
 
-    o = _step(core, states, segments, *validate.as_lists(read_slots, write_slots))
+    o = _step(
+        core, states, segments, *validate.as_lists(read_slots=read_slots, write_slots=write_slots)
+    )
     return torch.cat([v[:0].to(states.dtype), *o])
 
 

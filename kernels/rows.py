@@ -5,9 +5,10 @@ import torch
 from kernels import launch
 from kernels.slot_rules import require
 
+MAX_WIDTH = 16384  # of a norm, which keeps its row in registers
 ELEMENTS = 1024  # of a tile, where a row is long enough
 _ELEMENTS_PER_LANE = 8
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def row_stride(x: torch.Tensor) -> int:
@@ -34,10 +35,10 @@ def num_warps(num_elements: int, device: torch.device) -> int:
 
 def check(first: torch.Tensor, /, **tensors: torch.Tensor) -> None:
     """One device, known dtypes, contiguous last dims."""
-    launch.runs_here(first.device)
+    launch.require_runnable(first.device)
     for name, x in tensors.items():
         require(x.device == first.device, f"device of {name}", first.device, x.device)
-        require(x.dtype in _DTYPES, f"dtype of {name}", f"one of {_DTYPES}", x.dtype)
+        require(x.dtype in DTYPES, f"dtype of {name}", f"one of {DTYPES}", x.dtype)
         contiguous = x.stride(-1) == 1 or x.shape[-1] == 1
         require(contiguous, f"last stride of {name}", 1, x.stride(-1))
 

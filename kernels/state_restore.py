@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kernels import validate
 from kernels.ids import Ids
-from kernels.launch import cdiv, launch, runs_here, target_of
+from kernels.launch import cdiv, launch, require_runnable, target_of
 from kernels.slot_rules import require
 
 _TILE_WORDS = 4096
@@ -51,7 +51,7 @@ def _run(arena: torch.Tensor, destinations: list[int], sources: list[int]) -> No
     for name, size in (("slot bytes", arena.shape[1]), ("slot stride", arena.stride(0))):
         require(size % 16 == 0, name, "a multiple of 16", size)
     require(arena.data_ptr() % 16 == 0, "address of arena", "a multiple of 16", arena.data_ptr())
-    runs_here(arena.device)
+    require_runnable(arena.device)
     words = arena.view(torch.int32)
     slots = Ids([*destinations, *sources], arena.device)  # one upload
     num_tiles = len(destinations) * cdiv(words.shape[1], _TILE_WORDS)

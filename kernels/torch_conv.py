@@ -28,7 +28,9 @@ def causal_conv_prefill(
         write_slots=write_slots,
         snapshot_slots=snapshot_slots,
     )
-    reads, writes, snaps = validate.as_lists(read_slots, write_slots, snapshot_slots)
+    reads, writes, snaps = validate.as_lists(
+        read_slots=read_slots, write_slots=write_slots, snapshot_slots=snapshot_slots
+    )
     width = weight.shape[1]
     taps = weight.float().t().contiguous()  # [W, C]
     buf = torch.empty(width - 1 + KERNEL_CHUNK, x.shape[1])  # window, then one chunk
@@ -73,7 +75,7 @@ def causal_conv_step(
         write_slots=write_slots,
         cu_seqlens=cu_seqlens,
     )
-    reads, writes = validate.as_lists(read_slots, write_slots)
+    reads, writes = validate.as_lists(read_slots=read_slots, write_slots=write_slots)
     taps = weight.float().t().contiguous()  # [W, C]
     y = torch.zeros_like(x)
     for (start, end), read in zip(segments, reads, strict=True):

@@ -26,6 +26,7 @@ __all__ = [
     "attention_prefill",
     "causal_conv_prefill",
     "causal_conv_step",
+    "check_model",
     "copy_slots",
     "delta_gates",
     "gated_delta_net_step",
@@ -42,6 +43,18 @@ __all__ = [
 ]
 
 _L2_EPS = 1e-6
+
+
+def check_model(
+    *,
+    device: str,
+    dtype: torch.dtype,
+    hidden_size: int,
+    head_dim: int,
+    linear_key_head_dim: int,
+    linear_value_head_dim: int,
+) -> None:
+    """What a model must be for these ops: nothing beyond what `ModelConfig` says."""
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -181,7 +194,9 @@ def gated_delta_prefill(
         write_slots=write_slots,
         snapshot_slots=snapshot_slots,
     )
-    reads, writes, snaps = validate.as_lists(read_slots, write_slots, snapshot_slots)
+    reads, writes, snaps = validate.as_lists(
+        read_slots=read_slots, write_slots=write_slots, snapshot_slots=snapshot_slots
+    )
     rule = _ChunkRule(q.shape[1], v.shape[1], q.shape[2], v.shape[2])
     scratch = torch.empty_like(states[0])
     out = torch.empty(v.shape, dtype=torch.float32)
@@ -224,7 +239,7 @@ def gated_delta_step(
         write_slots=write_slots,
         cu_seqlens=cu_seqlens,
     )
-    reads, writes = validate.as_lists(read_slots, write_slots)
+    reads, writes = validate.as_lists(read_slots=read_slots, write_slots=write_slots)
     r = v.shape[1] // q.shape[1]
     q = _l2_normalised(q.float(), q.shape[-1] ** -0.5).repeat_interleave(r, 1)  # [N, HV, K]
     k = _l2_normalised(k.float()).repeat_interleave(r, 1)

@@ -24,9 +24,9 @@ BlockLists = BlockTables | Sequence[Sequence[int]]
 _KEPT_CHECKS = 64  # a forward pass makes a handful
 
 
-def as_lists(*id_vectors: IdVector) -> list[Sequence[int]]:
+def as_lists(**id_vectors: IdVector) -> list[Sequence[int]]:
     """The host values of each; ValueError unless int64 vectors or integers."""
-    return [as_list(ids, "offsets and slots") for ids in id_vectors]
+    return [as_list(ids, name) for name, ids in id_vectors.items()]
 
 
 def shape(x: torch.Tensor, name: str, *sizes: int | None) -> None:
@@ -67,7 +67,7 @@ def _check_rows(
     snapshot_slots: IdVector | None,
 ) -> Segments:
     """The segments of a prefill (with snapshots) or of steps, once their slots are checked."""
-    reads, writes = as_lists(read_slots, write_slots)
+    reads, writes = as_lists(read_slots=read_slots, write_slots=write_slots)
     offsets = range(num_tokens + 1) if cu_seqlens is None else as_list(cu_seqlens, "cu_seqlens")
     pairs = segments(offsets, num_tokens=num_tokens)
     if snapshot_slots is None:
@@ -108,6 +108,8 @@ def causal_conv(
     """Both convolutions; returns the segments. The windows have the dtype of what they keep."""
     shape(x, "x", None, None)
     shape(weight, "weight", x.shape[1], None)
+    width = weight.shape[1]
+    require(1 <= width <= KERNEL_CHUNK, "conv width", f"in [1, {KERNEL_CHUNK}]", width)
     shape(windows, "windows", None, weight.shape[1] - 1, x.shape[1])
     same_dtype(x, windows=windows)
     same_device(x, weight=weight, windows=windows)
@@ -184,9 +186,10 @@ def _attention(
     shape(v_cache, "v_cache", *k_cache.shape)
     same_dtype(q, gate=gate, k_cache=k_cache, v_cache=v_cache)
     same_device(q, gate=gate, k_cache=k_cache, v_cache=v_cache)
-    num_kv_heads = k_cache.shape[2]
-    grouped = num_kv_heads > 0 and q.shape[1] % num_kv_heads == 0
-    require(grouped, "query heads", f"a multiple of {num_kv_heads}", q.shape[1])
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    require(block_size >= 1, "block size", "at least 1", block_size)
+    grouped = 1 <= num_kv_heads <= q.shape[1] and q.shape[1] % num_kv_heads == 0
+    require(grouped, "query heads", f"a multiple of {num_kv_heads}, at least 1", q.shape[1])
 
 
 def _tables(
@@ -307,6 +310,10 @@ def write_kv(
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         flat = cache.stride(0) == cache.shape[1] * cache.stride(1) or cache.shape[0] <= 1
         require(flat, f"strides of {name}", "blocks back to back", cache.stride())
+        apart = all(n <= 1 or s > 0 for n, s in zip(cache.shape, cache.stride(), strict=True))
+        require(apart, f"strides of {name}", "no row on top of another", cache.stride())
+    same = k_cache.numel() > 0 and not k_cache.is_meta and k_cache.data_ptr() == v_cache.data_ptr()
+    require(not same, "v_cache", "other memory than k_cache", "the same")
     num_blocks, block_size = k_cache.shape[:2]
     check = _kept_indices if isinstance(kv_indices, Ids) else _check_indices
     check(num_blocks * block_size, block_size, kv_indices)
@@ -325,6 +332,7 @@ def _arena(arena: torch.Tensor, written_slots: Sequence[int]) -> None:
 
 def slot_copies(arena: torch.Tensor, sources: Sequence[int], destinations: Sequence[int]) -> None:
     """Distinct destinations, none of them a source, all of them real slots."""
+    as_lists(sources=sources, destinations=destinations)
     _arena(arena, destinations)
     num_copies = len(destinations)
     require(len(sources) == num_copies, "number of sources", num_copies, len(sources))
@@ -337,6 +345,7 @@ def slot_copies(arena: torch.Tensor, sources: Sequence[int], destinations: Seque
 
 def zeroed_slots(arena: torch.Tensor, slots: Sequence[int]) -> None:
     """Distinct slots, none of them the padding slot."""
+    as_list(slots, "slots")
     _arena(arena, slots)
 
 

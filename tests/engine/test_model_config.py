@@ -291,7 +291,8 @@ UNSUPPORTED = [
         {"linear_num_value_heads": 3},
         "linear_num_value_heads is 3; expected a multiple of linear_num_key_heads = 2",
     ),
-    ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; expected at least 2"),
+    ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; expected 2 to 64"),
+    ({"linear_conv_kernel_dim": 65}, "linear_conv_kernel_dim is 65; expected 2 to 64"),
     ({"num_hidden_layers": 5}, "layer_types has 4 entries; expected num_hidden_layers = 5"),
     ({"layer_types": "full_attention"}, "layer_types is 'full_attention'; expected a list"),
     (

@@ -145,8 +145,8 @@ def test_padding_steps_are_zeros_in_memory_that_held_something_else(name):
 def test_a_window_as_long_as_a_chunk_is_refused():
     """A snapshot after the first chunk would need inputs before it."""
     x, weight, windows = normal(1, 3, 8), normal(2, 8, 65), torch.ones(6, 64, 8)
-    with pytest.raises(ValueError, match=r"conv width: expected in \[2, 64\], got 65"):
+    with pytest.raises(ValueError, match=r"conv width: expected in \[1, 64\], got 65"):
         causal_conv_prefill(x, weight, windows, **Pack([3], [1], [2]).vectors())
-    with pytest.raises(ValueError, match=r"conv width: expected in \[2, 64\], got 65"):
+    with pytest.raises(ValueError, match=r"conv width: expected in \[1, 64\], got 65"):
         causal_conv_step(x[:1], weight, windows, read_slots=[1], write_slots=[2])
     assert same_bits(windows, torch.ones(6, 64, 8))

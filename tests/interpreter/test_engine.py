@@ -92,7 +92,7 @@ def cold(models, cold_runs):
     return run
 
 
-def test_the_interpreter_is_what_runs_here():
+def test_the_interpreter_is_what_require_runnable():
     assert INTERPRETED
 
 
@@ -134,3 +134,32 @@ def test_an_engine_is_told_its_kernels_by_its_settings(directory):
     [again] = llm.generate([SHARED], GREEDY)
     assert again.num_cached_tokens == 128
     assert torch.equal(logits(first), logits(again))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"head_dim": 24}, "head_dim for Triton kernels: expected a power of two .* got 24"),
+        ({"linear_key_head_dim": 8}, "linear_key_head_dim for Triton kernels: .* got 8"),
+        ({"linear_value_head_dim": 24}, "linear_value_head_dim for Triton kernels: .* got 24"),
+        ({"hidden_size": 16_400}, "hidden_size: expected at most 16384, got 16400"),
+        ({"dtype": "bfloat16"}, "dtype: expected float32 .*interpreter multiplies no bfloat16"),
+    ],
+)
+def test_a_model_that_the_kernels_do_not_take_is_refused_at_load(tmp_path, changed, message):
+    out = make_model(tmp_path / "odd", like="tiny", layers=3, seed=5, overrides=SHAPE | changed)
+    with pytest.raises(ValueError, match=message):
+        LLM(out, kernels="triton", memory_budget_bytes=4 << 20)
+
+
+@pytest.mark.parametrize("value_heads", [1, 3])
+def test_odd_numbers_of_heads_have_aligned_projections(tmp_path, value_heads):
+    """Rows of a projection start at 16 bytes, whatever the heads beside each other."""
+    overrides = SHAPE | {"linear_num_value_heads": value_heads}
+    out = make_model(tmp_path / "odd", like="tiny", layers=3, seed=5, overrides=overrides)
+    prompts = [SHARED[:70], SHARED[:9]]
+    answers = []
+    for kernels in ("torch", "triton"):
+        llm = LLM(out, kernels=kernels, memory_budget_bytes=4 << 20, max_num_seqs=2)
+        answers.append([o.token_ids for o in llm.generate(prompts, GREEDY)])
+    assert answers[0] == answers[1]

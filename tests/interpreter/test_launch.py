@@ -27,11 +27,11 @@ def test_an_empty_grid_is_no_launch():
 
 
 def test_a_tensor_without_memory_is_refused_except_while_recording():
-    launch.runs_here(CPU)
+    launch.require_runnable(CPU)
     with recording(Target("sm_90")):
-        launch.runs_here(META)
+        launch.require_runnable(META)
     with pytest.raises(ValueError, match=r"device: expected 'cuda'.*got meta"):
-        launch.runs_here(META)
+        launch.require_runnable(META)
 
 
 def test_the_target_is_the_recorded_one_as_long_as_it_is_recorded():
@@ -89,7 +89,7 @@ def test_rows_that_wide_loads_do_not_fit_are_refused():
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match=r"device: expected 'cuda'.*got cpu"):
-        launch.runs_here(CPU)
+        launch.require_runnable(CPU)
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,28 @@ def test_ids_on_another_device_are_refused():
         (torch.tensor([1], dtype=torch.int32), "an int64 vector"),
         (torch.tensor([[1]]), "an int64 vector"),
         (torch.tensor([1.0]), "an int64 vector"),
-        ([1.0], "integers, got 1.0"),
-        ([True], "integers, got True"),
-        (["1"], "integers, got '1'"),
+        ([1.0], "integers of 64 bits, got 1.0"),
+        ([True], "integers of 64 bits, got True"),
+        (["1"], "integers of 64 bits, got '1'"),
     ],
 )
 def test_what_is_no_vector_of_integers_is_refused(ids, message):
     with pytest.raises(ValueError, match=message):
         as_list(ids, "slots")
+
+
+@pytest.mark.parametrize("value", [1.0, 1.7, True, "1", None, 1 << 63, -(1 << 63) - 1])
+def test_ids_and_block_tables_are_made_of_integers_that_fit(value):
+    """What the host checks is what the device gets: 1.7 would be slot 1 there."""
+    with pytest.raises(ValueError, match="ids: expected integers of 64 bits"):
+        Ids([2, value])
+    with pytest.raises(ValueError, match="blocks of row 1: expected integers of 32 bits"):
+        BlockTables([[2], [3, value]])
+    arena = torch.zeros(6, 64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="integers of 64 bits"):
+        torch_ops.copy_slots(arena, [1], [value])
+    with pytest.raises(ValueError, match="integers of 64 bits"):
+        torch_ops.zero_slots(arena, [value])
 
 
 @pytest.mark.parametrize("name", ["mixed", "empty segment", "padding row", "no rows"])

@@ -228,3 +228,37 @@ def test_tensors_of_two_devices_are_refused(name):
     for moved in list(tensors)[1:]:
         with pytest.raises(ValueError, match=f"device of {moved.removeprefix('conv_')}"):
             check(**{**tensors, moved: tensors[moved].to("meta")}, **others)
+
+
+def test_caches_that_lie_on_themselves_or_on_each_other_are_refused():
+    rows, cache = torch.ones(2, 1, 4), torch.zeros(3, 4, 1, 4)
+    with pytest.raises(ValueError, match="v_cache: expected other memory"):
+        torch_ops.write_kv(rows, rows, cache, cache, [4, 5])
+    stacked = torch.zeros(3, 4, 1, 4)[:1].expand(3, 4, 1, 4)
+    on_top = torch.zeros(1, 1, 1, 4).expand(3, 4, 1, 4)
+    for bad in (stacked, on_top):
+        with pytest.raises(ValueError, match="strides of k_cache"):
+            torch_ops.write_kv(rows, rows, bad, cache, [4, 5])
+        assert not bad.any()
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("ops", [torch_ops, reference], ids=["torch", "reference"])
+def test_attention_without_heads_or_rows_of_a_block_is_refused(ops):
+    no_heads, q = torch.zeros(1, 0, 4), torch.zeros(1, 2, 4)
+    cache, no_rows = torch.zeros(3, 4, 1, 4), torch.zeros(3, 0, 1, 4)
+    where = dict(kv_lens=[1], block_tables=[[1]])
+    with pytest.raises(
+        ValueError, match="query heads: expected a multiple of 1, at least 1, got 0"
+    ):
+        ops.attention_decode(no_heads, no_heads, cache, cache, **where)
+    with pytest.raises(ValueError, match="block size: expected at least 1, got 0"):
+        ops.attention_decode(q, q, no_rows, no_rows, **where)
+
+
+def test_a_window_longer_than_a_chunk_is_refused_before_a_slot_is_written():
+    x, weight, windows = torch.ones(70, 2), torch.ones(2, 65), torch.zeros(4, 64, 2)
+    pack = dict(cu_seqlens=[0, 70], read_slots=[-1], write_slots=[1], snapshot_slots=[2, -1])
+    with pytest.raises(ValueError, match=r"conv width: expected in \[1, 64\], got 65"):
+        torch_ops.causal_conv_prefill(x, weight, windows, **pack)
+    assert not windows.any()
