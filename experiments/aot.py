@@ -37,10 +37,11 @@ from experiments.aot_compile import (
     signature,
 )
 from experiments.model_shapes import hf_config
+from experiments.options import count, results_file
 from experiments.results_io import RESULTS, write_json
 from kernels import Ops, ops_for
 from kernels.ids import BlockTables, Ids
-from kernels.launch import Launch, Target, recording
+from kernels.launch import INTERPRETED, Launch, Target, recording
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.8b": ("0.8b", {}),
@@ -194,10 +195,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=count, default=2)
     parser.add_argument("--quiet", action="store_true", help="print faults and totals only")
-    parser.add_argument("--output", type=Path, default=RESULTS / "aot.json")
+    parser.add_argument("--output", type=results_file, default=RESULTS / "aot.json")
     options = parser.parse_args(argv)
+    if INTERPRETED:
+        parser.error("TRITON_INTERPRET is set, and the interpreter compiles nothing: unset it")
     jobs = [(shape, target) for target in options.targets for shape in options.shapes]
     console = Console(stderr=True)
     with ProcessPoolExecutor(options.processes) as pool:
@@ -217,7 +220,8 @@ def main(argv: list[str] | None = None) -> int:
         Console().print(table)
     for line in wrong:
         print(f"aot: {line}", file=sys.stderr)
-    write_json(options.output, {"kernels": rows})
+    if not options.output.exists() or json.loads(options.output.read_text())["kernels"] != rows:
+        write_json(options.output, {"kernels": rows})  # not for a new date alone
     kernels = {row["kernel"] for row in rows}
     print(f"aot: {len(rows)} binaries of {len(kernels)} kernels, {len(wrong)} faults")
     return 1 if wrong else 0

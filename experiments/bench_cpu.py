@@ -31,7 +31,7 @@ from experiments.bare_model import BareModel
 from experiments.bench_bits import differences
 from experiments.host_work import host_work
 from experiments.make_model import make_model
-from experiments.options import count, thread_count
+from experiments.options import count, results_file, thread_count
 from experiments.results_io import RESULTS, ROOT, write_json
 from experiments.timing import alternate
 from experiments.transformers_baseline import TransformersBaseline
@@ -179,7 +179,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=count, default=3, help="of each figure (%(default)s)")
     parser.add_argument("--threads", type=thread_count, help="of torch (2, or all if fewer)")
     parser.add_argument(
-        "--json", type=Path, default=RESULTS / "bench_cpu.json", help="results file (%(default)s)"
+        "--json",
+        type=results_file,
+        default=RESULTS / "bench_cpu.json",
+        help="results file (%(default)s)",
     )
     options = parser.parse_args(argv)
     options.threads = options.threads or min(2, os.cpu_count() or 1)

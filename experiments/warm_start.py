@@ -26,7 +26,7 @@ from engine.config import DEVICES, Restore
 from engine.model_config import ModelConfig
 from experiments.cold_and_warm import WARM_UP_TOKENS, Advance, Measured, failures, measure
 from experiments.make_model import builtin_model_dir
-from experiments.options import count, thread_count
+from experiments.options import count, results_file, thread_count
 from experiments.results_io import RESULTS, memory_bytes, write_json
 from experiments.shared_prompts import shared_prompts
 from experiments.warm_start_report import (
@@ -143,7 +143,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where the model runs")
     parser.add_argument("--threads", type=thread_count, default=1, help="of torch")
-    parser.add_argument("--json", type=Path, default=RESULTS / "warm_start.json", help="results")
+    parser.add_argument(
+        "--json", type=results_file, default=RESULTS / "warm_start.json", help="results"
+    )
     options = parser.parse_args(argv)
     try:
         options.model_dir = options.model or builtin_model_dir()
@@ -197,8 +199,6 @@ def _check(options: argparse.Namespace) -> None:
             f"{split} for --questions {options.questions} need pools of {needed / 1e9:.1f} "
             f"GB; this machine has {there / 1e9:.1f} GB of memory"
         )
-    if options.json.suffix != ".json" or options.json.is_dir():
-        raise ValueError(f"--json {options.json}: expected a file name that ends in .json")
     options.json.parent.mkdir(parents=True, exist_ok=True)
 
 

@@ -14,7 +14,6 @@ import argparse
 import gc
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from experiments.bench_kernels.cases_dense import dense_cases
 from experiments.bench_kernels.cases_state import state_cases
 from experiments.bench_kernels.ceilings import DEVICES, Device, Run, ceilings
 from experiments.model_shapes import SHAPES
-from experiments.options import count, thread_count
+from experiments.options import count, results_file, thread_count
 from experiments.results_io import RESULTS, ROOT, write_json
 from kernels import KERNEL_CHUNK
 
@@ -195,7 +194,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     there = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=DEVICES, default=there, help="%(default)s is there")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run? no ceilings")
-    parser.add_argument("--output", type=Path, help="results file (results/bench_kernels.json)")
+    parser.add_argument(
+        "--output", type=results_file, help="results file (results/bench_kernels.json)"
+    )
     options = parser.parse_args(argv)
     for name, value in (QUICK if options.quick else FULL).items():
         setattr(options, name, getattr(options, name) or value)

@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +37,8 @@ from experiments.gpu_check import (
 from experiments.gpu_check.parts import Budget, Part, Run, run_all, run_part, verdict
 from experiments.gpu_check.setup import Bench, alike_rows
 from experiments.gpu_check.sizes import FULL, TINY, Sizes
+from experiments.options import results_file
+from experiments.options import seconds as positive_seconds
 from experiments.results_io import RESULTS, write_json
 from kernels.launch import INTERPRETED
 
@@ -71,10 +72,12 @@ def quiet_interpreter() -> Iterator[None]:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_check", description=(__doc__ or "").splitlines()[0])
     names = [part.name for part in all_parts()]
-    parser.add_argument("--output", type=Path, default=RESULTS / "gpu_check.json")
+    parser.add_argument("--output", type=results_file, default=RESULTS / "gpu_check.json")
     parser.add_argument("--seed", type=int, help="of the random inputs (a fresh one)")
     parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART")
-    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="%(default)s seconds")
+    parser.add_argument(
+        "--budget", type=positive_seconds, default=BUDGET_SECONDS, help="%(default)s seconds"
+    )
     parser.add_argument("--no-warm-up", action="store_true", help="compile in this process alone")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

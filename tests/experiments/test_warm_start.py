@@ -202,7 +202,10 @@ def test_what_a_request_must_reuse(i, mode, pass_, prompt_tokens, expected):
         (["--restore", "move"], "--restore: invalid choice: 'move'"),
         (["--prefix-tokens", "4049"], "need 4089 + 8 positions; the model has 4096"),
         (["--prefix-tokens", "24"], "a prompt of 64 tokens; expected at least 65"),
-        (["--json", "out.png"], "--json out.png: expected a file name that ends in .json"),
+        (
+            ["--json", "out.png"],
+            "argument --json: 'out.png'; expected a file name that ends in .json",
+        ),
         (["--model", "no/such/model"], "no/such/model"),
         (["--question", "2"], "unrecognized arguments: --question"),
     ],

@@ -433,7 +433,10 @@ def test_attention_refuses_what_it_cannot_do():
     bad_tensors = {
         "dtype of gate": {"gate": gate.half()},
         "shape of gate": {"gate": gate[:, :2]},
-        "query heads: expected a multiple of 2, at least 1, got 3": {"q": q[:, :3], "gate": gate[:, :3]},
+        "query heads: expected a multiple of 2, at least 1, got 3": {
+            "q": q[:, :3],
+            "gate": gate[:, :3],
+        },
         "strides of q": {"q": last_strided(q)},
         "strides of gate": {"gate": last_strided(gate)},
         "strides of k_cache": {"k_cache": last_strided(cache.k)},
