@@ -24,10 +24,9 @@ from kernels import validate
 from kernels.constants import KERNEL_CHUNK
 from kernels.ids import Ids, IdVector, as_ids, as_list, as_tables
 from kernels.launch import Target, launch, next_power_of_2, require_runnable, target_of
-from kernels.rows import row_stride
+from kernels.rows import DTYPES, row_stride
 from kernels.slot_rules import require
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KEPT_TILES = 8  # one a forward pass, and a few for passes that alternate
 
 
@@ -131,7 +130,7 @@ def require_layout(
     """What the attention kernels need beyond `validate`: head width, dtype, dims without gaps."""
     D = q.shape[2]
     require(D >= 16 and D & (D - 1) == 0, "head dim", "a power of two of at least 16", D)
-    require(q.dtype in _DTYPES, "dtype", _DTYPES, q.dtype)
+    require(q.dtype in DTYPES, "dtype", DTYPES, q.dtype)
     for name, x in (("q", q), ("gate", gate), ("k_cache", k_cache), ("v_cache", v_cache)):
         require(x.stride(-1) == 1, f"strides of {name}", "a contiguous last dim", x.stride())
 

@@ -23,12 +23,11 @@ import triton.language as tl
 from torch.nn import functional
 
 from kernels import launch, validate
-from kernels.rows import row_stride
+from kernels.rows import DTYPES, row_stride
 from kernels.slot_rules import require
 
 __all__ = ["BatchInvariantLinear", "LibraryLinear"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _GROUP_M = 8  # row tiles that share a column tile before the next one is read
 
 
@@ -160,7 +159,7 @@ def _tiles(role: str, dtype: torch.dtype, target: launch.Target) -> _Tiles:
 
 def _check_weight(weight: torch.Tensor) -> None:
     validate.shape(weight, "weight", None, None)
-    require(weight.dtype in _DTYPES, "dtype of weight", f"one of {_DTYPES}", weight.dtype)
+    require(weight.dtype in DTYPES, "dtype of weight", f"one of {DTYPES}", weight.dtype)
     require(weight.shape[1] >= 1, "inputs of weight", "at least 1", weight.shape[1])
     contiguous = weight.is_contiguous()
     require(contiguous, "strides of weight", (weight.shape[1], 1), weight.stride())

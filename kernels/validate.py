@@ -15,10 +15,9 @@ import torch
 
 from kernels.constants import KERNEL_CHUNK
 from kernels.ids import BlockTables, Ids, IdVector, as_list
-from kernels.slot_rules import require, row_slots, segments, snapshots, step_slots
+from kernels.slot_rules import Segments, require, row_slots, segments, snapshots, step_slots
 
 Slots = dict[str, Any]  # read_slots, write_slots, cu_seqlens
-Segments = Sequence[tuple[int, int]]
 BlockLists = BlockTables | Sequence[Sequence[int]]
 
 _KEPT_CHECKS = 64  # a forward pass makes a handful

@@ -119,9 +119,9 @@ def _lower_right(tokens: int, rows: int) -> torch.Tensor | None:
     try:
         from torch.nn.attention.bias import causal_lower_right
 
-        return causal_lower_right(tokens, rows)
-    except Exception:
+    except ImportError:  # torch before 2.2
         return None
+    return causal_lower_right(tokens, rows)
 
 
 def _agrees(

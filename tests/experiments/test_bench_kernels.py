@@ -177,8 +177,8 @@ def test_an_option_that_can_not_be_is_refused(options, message, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there_is_refused(capsys):
+def test_a_device_that_is_not_there_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:
         parse_options(["--device", "cuda"])
     assert stopped.value.code == 2

@@ -163,3 +163,11 @@ def test_odd_numbers_of_heads_have_aligned_projections(tmp_path, value_heads):
         llm = LLM(out, kernels=kernels, memory_budget_bytes=4 << 20, max_num_seqs=2)
         answers.append([o.token_ids for o in llm.generate(prompts, GREEDY)])
     assert answers[0] == answers[1]
+
+
+def test_the_library_matmul_is_a_choice_that_gives_the_same_tokens(directory, cold):
+    """Its bits may be others, so only tokens are compared."""
+    llm = LLM(directory, kernels="triton", matmul="library", memory_budget_bytes=4 << 20)
+    [output] = llm.generate([SHARED], GREEDY)
+    assert type(llm.worker.model.head).__name__ == "LibraryLinear"
+    assert output.token_ids == cold(SHARED).token_ids
