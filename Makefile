@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit interpreter aot gpu-check mutations bench clean
+.PHONY: help setup demo test lint unit interpreter aot gpu-check mutations bench experiments figures train clean
 
 # List the targets.
 help:
@@ -62,6 +62,23 @@ mutations: setup
 # Compare with transformers, with a bare prefill and with a plain copy on this CPU (minutes).
 bench: setup
 	@$(BIN)/python -m experiments.bench_cpu
+
+# All experiments with the built-in model at a small size, into build/experiments (minutes).
+EXPERIMENTS := recall_accuracy semantic_drift ttft_vs_prefix stride_sweep concurrency multi_turn restore_cost
+experiments: setup
+	@$(BIN)/python -m experiments.warm_start --json build/experiments/warm_start.json
+	@for name in $(EXPERIMENTS); do \
+		echo "experiments: python -m experiments.$$name --small"; \
+		$(BIN)/python -m experiments.$$name --small --json build/experiments/$$name.json || exit 1; \
+	done
+
+# Redraw every plot from the committed JSON, measuring nothing.
+figures: setup
+	@$(BIN)/python -m experiments.figures
+
+# Train the built-in model again (under an hour; Ctrl-C saves, --resume goes on).
+train: setup
+	@$(BIN)/python -m experiments.train_recall --out build/builtin_model
 
 # Remove everything that make made.
 clean:

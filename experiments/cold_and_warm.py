@@ -29,6 +29,7 @@ class Served:
     ttft_ms: float
     miss_reason: str | None
     difference: str | None
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def measure(
     prompts: list[list[int]],
     *,
     max_tokens: int,
+    ignore_eos: bool,
     start_pass: Callable[[str], Advance],
 ) -> Measured:
     """Serve all passes: with `cold`, which does not cache, and then in a new engine for each mode.
@@ -53,7 +55,7 @@ def measure(
     pass and returns what is called for each new token of it.
     """
     params = SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, return_logits=True
+        temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, return_logits=True
     )
     measured = Measured({}, {})
     reference: list[RequestOutput] = []
@@ -124,6 +126,7 @@ def _served(output: RequestOutput, difference: str | None) -> Served:
         ttft_ms=output.ttft_ms,
         miss_reason=output.miss_reason,
         difference=difference,
+        answer=output.text.strip(),
     )
 
 

@@ -13,23 +13,20 @@ import math
 import shutil
 import sys
 import uuid
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.model_config import ModelConfig
 from engine.tokenizer import BYTE_ALPHABET
 from engine.weights import plan_weights
-from experiments import model_shapes, random_weights
+from experiments import model_shapes
 from experiments.model_shapes import MIN_VOCAB_SIZE, SHAPES, SPECIAL_TOKENS
 from experiments.random_weights import CODES, plan_tensors, write_weights
 
 DEFAULT_MAX_SHARD_MB = 512
-BUILTIN_SEED = 20
 
 _COLUMNS = (
     TextColumn("{task.description}"),
@@ -37,7 +34,6 @@ _COLUMNS = (
     DownloadColumn(binary_units=True),
     TimeRemainingColumn(),
 )
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 def make_model(
@@ -87,29 +83,6 @@ def make_model(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return out
-
-
-def builtin_model_dir(root: Path = _ROOT / "build" / "models") -> Path:
-    """The demo model's directory, made at the first call (about 30 MB).
-
-    Its name ends in a digest of the recipe: the source that draws it, and the seed. Processes that
-    call this at the same time may both write one; the first to finish wins and all return it.
-    """
-    out = root / f"demo-{_recipe_digest()}"
-    if not out.exists():
-        try:
-            make_model(out, like="demo", seed=BUILTIN_SEED)
-        except (OSError, ValueError):
-            if not out.exists():  # else another process was first
-                raise
-    return out
-
-
-@cache
-def _recipe_digest() -> str:
-    files = (Path(__file__), Path(model_shapes.__file__), Path(random_weights.__file__))
-    recipe = b"".join(file.read_bytes() for file in files) + str(BUILTIN_SEED).encode()
-    return xxhash.xxh3_64_hexdigest(recipe)
 
 
 def _write_config_files(directory: Path, config: dict[str, Any]) -> None:

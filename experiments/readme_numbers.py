@@ -33,6 +33,13 @@ def claims() -> dict[str, str]:
         if (case["name"], case["shape"], case["sizes"]) == ("delta prefill", "9b", {"tokens": 2048})
     )
     others = rule["baselines"]
+    drift = {row["fault"]: row for row in load("semantic_drift.json")["rows"]}
+    [recall] = (
+        row
+        for row in load("recall_accuracy.json")["rows"]
+        if (row["facts"], row["tokens"]) == (64, 4096)
+    )
+    longest = load("ttft_vs_prefix.json")["rows"][-1]
     binaries = load("aot.json")["kernels"]
     kernels = {row["kernel"] for row in binaries}
     return {
@@ -60,6 +67,18 @@ def claims() -> dict[str, str]:
         "demo_ratio": f"{ratio:.0f}",
         "demo_equal": str(sum(row["bits_equal"] for row in demo["requests"])),
         "demo_outputs": str(len(demo["requests"])),
+        "demo_tokens": f"{max(row['prompt_tokens'] for row in demo['requests']):,}",
+        "recall_exact": f"{100 * recall['exact']:.1f} % of {recall['asked']}",
+        "drift_right": f"{100 * drift['none']['exact']:.0f} %",
+        "drift_state_zero": f"zeroed {100 * drift['state_zero']['exact']:.0f} %",
+        "drift_other": f"another document's {100 * drift['other_document']['exact']:.0f} %",
+        "drift_earlier": f"one stride earlier {100 * drift['stride_earlier']['exact']:.0f} %",
+        "drift_window_zero": f"window zeroed {100 * drift['window_zero']['exact']:.0f} %",
+        "drift_kv_zero": f"K/V zeroed {100 * drift['kv_zero']['exact']:.0f} %",
+        "longest_prefix": f"{longest['prefix_tokens']:,} shared tokens",
+        "longest_warm": f"{longest['redirect_ms']:.0f} ms with redirect",
+        "longest_copy": f"{longest['copy_ms']:.0f} ms with a copy",
+        "longest_cold": f"{longest['cold_ms']:,.0f} ms cold",
         "killed": str(sum(row["killed"] for row in mutants)),
         "mutants": str(len(mutants)),
         "rule_ms": f"{1e3 * rule['seconds']:.0f} ms, {100 * rule['fraction_of_roof']:.0f} %",

@@ -5,6 +5,7 @@ them for CPU tensors too. It chooses when it is first imported, so this must com
 """
 
 import copy
+import importlib
 import importlib.metadata
 import sys
 from pathlib import Path
@@ -15,16 +16,20 @@ import torch
 _GPU_PACKAGES = ("fla", "causal_conv1d")
 
 
+def transformers_on_cpu() -> Any:
+    """The package, on its plain torch path. RuntimeError if `fla` was imported before."""
+    for package in _GPU_PACKAGES:
+        if sys.modules.setdefault(package, None) is not None:
+            raise RuntimeError(f"{package} is imported already: run this in a fresh process")
+    return importlib.import_module("transformers")
+
+
 class TransformersBaseline:
     """transformers' Qwen3.5 in bfloat16, on the CPU. RuntimeError if `fla` was imported before."""
 
     def __init__(self, model_dir: Path) -> None:
-        for package in _GPU_PACKAGES:
-            if sys.modules.setdefault(package, None) is not None:
-                raise RuntimeError(f"{package} is imported already: run this in a fresh process")
-        from transformers import Qwen3_5ForCausalLM
-
-        self.model = Qwen3_5ForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
+        auto = transformers_on_cpu().Qwen3_5ForCausalLM
+        self.model = auto.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
 
     @property
     def description(self) -> str:

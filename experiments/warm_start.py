@@ -1,8 +1,9 @@
 """How much sooner does the first token come when the document was read before, and is it the same?
 
-Several questions about one document are served with caching off, then twice with caching on: the
-first time fills the cache, the second hits it. All of that one request at a time, and again with
-all requests at once. Token ids and every row of logits are compared bit for bit.
+Several questions about one document of facts are answered by the built-in model with caching off,
+then twice with caching on: the first time fills the cache, the second hits it. All of that one
+request at a time, and again with all requests at once. Token ids and every row of logits are
+compared bit for bit.
 
     python -m experiments.warm_start
     python -m experiments.warm_start --model DIR --prefix-tokens 8192 --restore copy
@@ -22,14 +23,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine import LLM, EngineConfig
+from engine.builtin import BUILTIN_MODEL_DIR
 from engine.config import DEVICES, Restore
 from engine.model_config import ModelConfig
 from experiments.cold_and_warm import WARM_UP_TOKENS, Advance, Measured, failures, measure
-from experiments.make_model import builtin_model_dir
 from experiments.options import count, results_file, thread_count
+from experiments.recall_documents import Fact
+from experiments.recall_workload import (
+    LONGEST_QUESTION,
+    document_tokens,
+    fitting_document,
+    question_prompts,
+    spread_facts,
+)
 from experiments.results_io import RESULTS, memory_bytes, write_json
 from experiments.shared_prompts import shared_prompts
 from experiments.warm_start_report import (
+    answers,
     conclusion,
     draw,
     request_rows,
@@ -37,6 +47,9 @@ from experiments.warm_start_report import (
     stats_line,
     table,
 )
+
+DOCUMENT_SEED = "warm start"
+DEFAULT_SUFFIX_TOKENS = 160
 
 _COLUMNS = (
     TextColumn("{task.description}"),
@@ -54,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     console.print(_introduction(options))
     try:
-        cold, prompts = _load(options)
+        cold, prompts, facts = _load(options)
     except (ValueError, OSError) as error:
         print(f"warm_start: error: {error}", file=sys.stderr)
         return 2
@@ -62,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     failed = failures(measured, options.engine_config, prefix_tokens=options.prefix_tokens)
     rows = request_rows(measured)
     console.print(table(rows))
+    if facts:
+        console.print(answers(measured, facts))
     for mode, stats in measured.stats.items():
         console.print(stats_line(mode, stats))
     name, config = options.model_dir.resolve().name, options.engine_config
@@ -79,25 +94,32 @@ def main(argv: list[str] | None = None) -> int:
 
 def _introduction(options: argparse.Namespace) -> str:
     model = options.model_config
-    what = "built-in model, random weights" if options.model is None else str(options.model)
-    nonsense = (
-        "Random weights answer nonsense, so no answer is shown: only the bits matter."
-        if options.model is None
-        else "No answer is shown: only the bits matter. Random weights would answer nonsense."
-    )
+    if options.model is None:
+        what, length = "built-in model", f"at most {options.suffix_tokens}"
+    else:
+        what, length = str(options.model), str(options.suffix_tokens)
     return (
         f"{what}: {model.num_linear_layers} recurrent and {model.num_full_layers} attention "
-        f"layers; {options.questions} questions of {options.suffix_tokens} tokens on a document of "
+        f"layers; {options.questions} questions of {length} tokens on a document of "
         f"{options.prefix_tokens}; pools of {pool_bytes(options) / 1e6:.0f} MB; "
-        f"{options.threads} thread(s).\n{nonsense}"
+        f"{options.threads} thread(s)."
+        + ("" if options.model is None else "\nNo answer is shown: only the bits matter.")
     )
 
 
-def _load(options: argparse.Namespace) -> tuple[LLM, list[list[int]]]:
-    """The engine without caching, and the prompts."""
+def _load(options: argparse.Namespace) -> tuple[LLM, list[list[int]], list[Fact]]:
+    """The engine without caching, the prompts and, of the built-in model, the facts asked for.
+
+    `options.prefix_tokens` becomes what the prompts share.
+    """
     cold = LLM(
         options.model_dir, **asdict(options.engine_config) | {"enable_prefix_caching": False}
     )
+    if options.model is None:
+        document = fitting_document(cold.tokenizer, DOCUMENT_SEED, max_tokens=options.prefix_tokens)
+        facts = spread_facts(document, options.questions)
+        options.prefix_tokens = document_tokens(cold.tokenizer, document)
+        return cold, list(question_prompts(cold.tokenizer, document, facts)), facts
     prompts = shared_prompts(
         cold.tokenizer,
         cold.model_config.vocab_size,
@@ -105,7 +127,7 @@ def _load(options: argparse.Namespace) -> tuple[LLM, list[list[int]]]:
         suffix_tokens=options.suffix_tokens,
         num_questions=options.questions,
     )
-    return cold, prompts
+    return cold, prompts, []
 
 
 def _measure(cold: LLM, prompts: list[list[int]], options: argparse.Namespace) -> Measured:
@@ -120,6 +142,7 @@ def _measure(cold: LLM, prompts: list[list[int]], options: argparse.Namespace) -
             options.engine_config,
             prompts,
             max_tokens=options.max_tokens,
+            ignore_eos=options.model is not None,
             start_pass=start_pass,
         )
 
@@ -132,9 +155,13 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="warm_start", description=(__doc__ or "").split("\n", 1)[0], allow_abbrev=False
     )
-    parser.add_argument("--model", type=Path, help="model directory (built-in: small and random)")
+    parser.add_argument("--model", type=Path, help="model directory (default: the built-in)")
     parser.add_argument("--prefix-tokens", type=count, default=4000, help="of the document")
-    parser.add_argument("--suffix-tokens", type=count, default=160, help="of each question")
+    parser.add_argument(
+        "--suffix-tokens",
+        type=count,
+        help=f"of each question, with --model (default {DEFAULT_SUFFIX_TOKENS})",
+    )
     parser.add_argument("--questions", type=count, default=4, help="on the document")
     parser.add_argument("--max-tokens", type=count, default=8, help="new tokens of each answer")
     parser.add_argument("--checkpoint-every", type=count, default=512, help="tokens")
@@ -148,13 +175,22 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(argv)
     try:
-        options.model_dir = options.model or builtin_model_dir()
+        options.suffix_tokens = _suffix_tokens(options)
+        options.model_dir = options.model or BUILTIN_MODEL_DIR
         options.model_config = ModelConfig.from_directory(options.model_dir)
         options.engine_config = _engine_config(options)
         _check(options)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return options
+
+
+def _suffix_tokens(options: argparse.Namespace) -> int:
+    if options.model is not None:
+        return int(options.suffix_tokens or DEFAULT_SUFFIX_TOKENS)
+    if options.suffix_tokens is not None:
+        raise ValueError("--suffix-tokens needs --model: the built-in model gets whole questions")
+    return LONGEST_QUESTION
 
 
 def _engine_config(options: argparse.Namespace) -> EngineConfig:

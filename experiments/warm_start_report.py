@@ -14,6 +14,7 @@ from engine import EngineConfig
 from engine.model_config import ModelConfig
 from experiments.cold_and_warm import MODES, PASSES, Measured
 from experiments.plots import COLD, FIRST, LINE, TEXT, WARM, new_figure, save_figure
+from experiments.recall_documents import Fact
 from experiments.results_io import machine_facts
 
 QUESTION = "How much sooner does the first token come when the document is known?"
@@ -138,6 +139,19 @@ def table(rows: list[RequestRow]) -> Table:
             "yes" if row.bits_equal else "NO",
             end_section=row.question == max(r.question for r in rows),
         )
+    return out
+
+
+def answers(measured: Measured, facts: list[Fact]) -> Table:
+    """What was asked and answered one at a time with the cache warm, and whether it is so."""
+    out = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    for header in ("#", "question", "answer, warm", "the document says"):
+        out.add_column(header)
+    served = measured.served["serial", "warm"]
+    for number, (fact, request) in enumerate(zip(facts, served, strict=True), start=1):
+        right = request.answer == fact.sentence
+        says = "the same" if right else fact.sentence
+        out.add_row(str(number), fact.question, request.answer, says)
     return out
 
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import experiments.make_model as module
 from engine.model_config import ModelConfig
 from engine.tokenizer import Tokenizer
 from engine.weights import plan_weights, read_weights
-from experiments.make_model import builtin_model_dir, main, make_model
+from experiments.make_model import main, make_model
 from experiments.random_weights import BLOCK_ELEMENTS, PlannedTensor, draw, split_shards
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -260,52 +259,3 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys):
 def test_the_command_refuses_in_one_line(tmp_path, capsys):
     assert main(["--like", "tiny", "--vocab", "3", str(tmp_path / "model")]) == 2
     assert capsys.readouterr().err.startswith("make_model: --vocab is 3; expected at least 259")
-
-
-def test_the_builtin_model_is_made_once_and_is_whole(tmp_path):
-    first = builtin_model_dir(tmp_path)
-    times = {file.name: file.stat().st_mtime_ns for file in first.iterdir()}
-    assert builtin_model_dir(tmp_path) == first
-    assert {file.name: file.stat().st_mtime_ns for file in first.iterdir()} == times
-    config = ModelConfig.from_directory(first)
-    assert (config.hidden_size, config.num_linear_layers, config.num_full_layers) == (256, 6, 2)
-    assert config.tie_word_embeddings
-    assert plan_weights(first, config).num_ignored == 0
-    assert Tokenizer.from_directory(first).vocab_size <= config.vocab_size
-
-
-def test_callers_that_race_for_the_builtin_model_all_get_it(tmp_path):
-    code = """
-import json, sys
-from pathlib import Path
-from experiments.make_model import builtin_model_dir
-print(json.dumps(str(builtin_model_dir(Path(sys.argv[1])))))
-"""
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: run_python(code, tmp_path), range(3)))
-    assert len(set(found)) == 1
-    assert [str(path) for path in tmp_path.iterdir()] == [found[0]]
-
-
-def test_losing_the_race_returns_the_winner_and_other_failures_are_raised(tmp_path, monkeypatch):
-    real = module.make_model
-
-    def beaten(out, **options):
-        real(out, **options)
-        raise OSError("Directory not empty")
-
-    monkeypatch.setattr(module, "make_model", beaten)
-    assert (builtin_model_dir(tmp_path / "race") / "model.safetensors").is_file()
-
-    def failing(out, **options):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(module, "make_model", failing)
-    with pytest.raises(OSError, match="No space left"):
-        builtin_model_dir(tmp_path / "full")
-
-
-def test_a_changed_recipe_has_another_name(tmp_path, monkeypatch):
-    name = module._recipe_digest()
-    monkeypatch.setattr(module, "BUILTIN_SEED", module.BUILTIN_SEED + 1)
-    assert module._recipe_digest.__wrapped__() != name

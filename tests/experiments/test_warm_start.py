@@ -111,7 +111,7 @@ def test_a_model_without_a_tokenizer_is_given_random_ids(model, tmp_path):
 
 
 def test_a_cold_pass_that_reuses_something_fails():
-    reused = Served(430, 384, 384, 1.0, None, None)
+    reused = Served(430, 384, 384, 1.0, None, None, "")
     found = failures(Measured({("serial", "cold"): [reused]}, {}), EngineConfig(), prefix_tokens=9)
     assert found == ["question 1, serial, cold: reused 384 tokens, caching is off"]
 
@@ -184,7 +184,7 @@ def test_other_tokens_fewer_rows_and_nan_are_differences():
 )
 def test_what_a_request_must_reuse(i, mode, pass_, prompt_tokens, expected):
     config = EngineConfig(checkpoint_every=EVERY)
-    request = Served(prompt_tokens, 0, 0, 1.0, None, None)
+    request = Served(prompt_tokens, 0, 0, 1.0, None, None, "")
     prefix_tokens = min(PREFIX, prompt_tokens)
     due = least_boundary(request, i, mode, pass_, config, prefix_tokens=prefix_tokens)
     assert due == expected
