@@ -6,7 +6,8 @@ for all its questions. An answer counts if it is the fact's sentence to the lett
     python -m experiments.recall_accuracy
     python -m experiments.recall_accuracy --model DIR --documents 2 --small
 
-Exit status: 0; 1 if fewer than `--least` of the answers on 64 facts in 4,096 tokens are right.
+Exit status: 0; 1 if fewer than `--least` of the answers on 64 facts in 4,096 tokens are right; 2
+for a refused option.
 """
 
 import argparse
@@ -144,7 +145,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     documents = options.documents or (2 if options.small else 8)
-    llm = LLM(options.model)
+    try:
+        llm = LLM(options.model)
+    except (ValueError, OSError) as error:
+        parser.error(f"--model: {error}")
     rows = [measure(llm, *size, documents) for size in sizes(options.small)]
     Console(highlight=False).print(table(rows))
     results = {"question": QUESTION, "conclusion": conclusion(rows), "rows": rows}

@@ -332,6 +332,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     training = Training(options.seed)
     if options.resume:
+        if not options.checkpoint.is_file():
+            parser.error(f"--resume: there is no {options.checkpoint}; start without --resume")
         training.load(options.checkpoint)
     try:
         train(training, minutes=options.minutes, checkpoint=options.checkpoint)

@@ -2,6 +2,7 @@
 
 import random
 
+import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -154,7 +155,6 @@ def test_a_name_is_the_same_token_in_fact_question_and_answer(tokenizer):
 
 
 def test_the_chat_template_writes_what_the_model_was_trained_on():
-    jinja2 = pytest.importorskip("jinja2")
     document = make_document(1, num_facts=3, num_sentences=5)
     fact = document.facts[1]
     messages = [{"role": "user", "content": f" {document.text} {fact.question}\n"}]
