@@ -4,7 +4,14 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cache.hashing import TOKEN_TYPECODE, HashDomain, MultimodalItem, Namespace, PrefixHash
+from cache.hashing import (
+    TOKEN_TYPECODE,
+    HashDomain,
+    MultimodalItem,
+    Namespace,
+    PrefixHash,
+    Provenance,
+)
 
 
 @dataclass(frozen=True)
@@ -13,27 +20,34 @@ class StateSource:
 
     slot_id: int
     boundary: int
+    provenance: Provenance = Provenance.PREFILL
 
 
 @dataclass(frozen=True)
 class PendingSave:
-    """The live slot holds the state of `boundary` now; it is to be published under `key`."""
+    """The live slot holds the state of `boundary` now; it is to be filed under `key`."""
 
     boundary: int
     key: PrefixHash
+    provenance: Provenance
 
 
 class CachedSequence:
     """Tokens and holdings of a request. Only the block managers change the holdings.
 
     num_computed_tokens: tokens whose K/V *and* state exist for this sequence.
-    block_hashes, linear_state_hashes: chained keys of the whole steps of the *prompt*, each in its
-        own domain; extended by `update_*`, cut back by `rewrite_tail`. Generated tokens get no key:
-        what a decode step wrote is not published.
+    exact: it reuses only what prefill wrote, so that its bits are those of a cold run, and leaves
+        nothing else. Otherwise it also takes, and leaves, what decode steps wrote.
+    provenance: of what it computes; DECODE from the moment it reuses anything of that kind.
+    save_points: boundaries where its prefill saves a state besides the usual ones.
+    block_hashes, linear_state_hashes: chained keys of the whole steps of the *prompt*, and of the
+        generated tokens too if it is not exact, each in its own domain; extended by `update_*`, cut
+        back by `rewrite_tail`.
     block_table: K/V blocks, one reference each.
     live_slot: the slot it writes, one reference.
     state_source: read by the next step instead of the live slot, one reference.
     snapshots: (boundary, slot) the running step writes, one reference each.
+    decode_checkpoint: (key, slot) of the decode state it published last; no reference.
     """
 
     def __init__(
@@ -42,12 +56,17 @@ class CachedSequence:
         *,
         namespace: Namespace = Namespace(),  # noqa: B008 (frozen)
         multimodal_items: Sequence[MultimodalItem] = (),
+        exact: bool = True,
+        save_points: Iterable[int] = (),
     ) -> None:
         self.token_ids = array(TOKEN_TYPECODE, token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.namespace = namespace
         self.multimodal_items = tuple(multimodal_items)
+        self.exact = exact
+        self.provenance = Provenance.PREFILL
+        self.save_points = frozenset(save_points)
         self.block_hashes: list[PrefixHash] = []
         self.linear_state_hashes: list[PrefixHash] = []
         self.block_table: list[int] = []
@@ -56,7 +75,13 @@ class CachedSequence:
         self.state_source: StateSource | None = None
         self.pending_save: PendingSave | None = None
         self.snapshots: list[tuple[int, int]] = []
+        self.decode_checkpoint: tuple[PrefixHash, int] | None = None
         self.branch_boundary = 0
+
+    @property
+    def accepts(self) -> Provenance:
+        """The least that it reuses."""
+        return Provenance.PREFILL if self.exact else Provenance.DECODE
 
     @property
     def num_tokens(self) -> int:
@@ -69,32 +94,35 @@ class CachedSequence:
     def forget_holdings(self) -> None:
         """As before anything was computed; the ids were given back, or the pools were reset."""
         self.num_computed_tokens = 0
+        self.provenance = Provenance.PREFILL
         self.block_table = []
         self.num_published_blocks = 0
         self.live_slot = None
         self.state_source = None
         self.pending_save = None
         self.snapshots = []
+        self.decode_checkpoint = None
         self.branch_boundary = 0
 
     def append_token(self, token_id: int) -> None:
         self.token_ids.append(token_id)
 
     def update_block_hashes(self, domain: HashDomain) -> None:
-        """Add the K/V keys of all whole blocks of the prompt that have none yet."""
+        """Add the K/V keys of all whole blocks that are to have one and have none yet."""
         self._extend(self.block_hashes, domain)
 
     def update_linear_state_hashes(self, domain: HashDomain) -> None:
-        """Add the state keys of all whole strides of the prompt that have none yet."""
+        """Add the state keys of all whole strides that are to have one and have none yet."""
         self._extend(self.linear_state_hashes, domain)
 
     def _extend(self, chain: list[PrefixHash], domain: HashDomain) -> None:
-        if (len(chain) + 1) * domain.step <= self.num_prompt_tokens:
+        num_tokens = self.num_prompt_tokens if self.exact else self.num_tokens
+        if (len(chain) + 1) * domain.step <= num_tokens:
             domain.extend(
                 chain,
                 domain.root(self.namespace),
                 self.token_ids,
-                self.num_prompt_tokens,
+                num_tokens,
                 self.multimodal_items,
             )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cache.cached_sequence import CachedSequence
+from cache.hashing import Provenance
 from cache.kv_block_manager import KVBlockManager
 from cache.linear_state_block_manager import LinearStateBlockManager
 
@@ -18,8 +19,10 @@ class MissReason(StrEnum):
     NAMESPACE = "namespace"  # only other namespaces hold states
     KV_SHORTER = "kv_shorter"  # states exist, but only deeper than the K/V that is left
     EVICTED = "evicted"  # a state of this prefix was saved and is gone
+    DECODE_ONLY = "decode_only"  # states exist, but only of decode steps, and the request is exact
     NO_SLOT = "no_slot"  # a state exists, but no slot was left to run on beside it
     RESTORE_FAILED = "restore_failed"  # it was computed in full after a failed restore
+    UNSEEN = "unseen"  # (why a hit is not later) no prompt that is still cached went on like this
     NO_CHECKPOINT = "no_checkpoint"  # no state of this prefix was ever saved
 
 
@@ -72,23 +75,35 @@ class CompositeBlockManager:
             boundaries = self.linear.allocate_shared(seq)
         deeper = [b for b in boundaries if seq.num_computed_tokens < b <= limit]
         if not deeper:
-            return Match(seq.num_computed_tokens, reach, self._reason(seq, boundaries))
+            return Match(seq.num_computed_tokens, reach, self._reason(seq, reach))
         if self.linear is not None and not self.linear.can_mount(seq, deeper[-1]):
             return Match(seq.num_computed_tokens, reach, MissReason.NO_SLOT)
         return Match(deeper[-1], reach, None)
 
-    def _reason(self, seq: CachedSequence, boundaries: list[int]) -> MissReason:
+    def limit_reason(self, seq: CachedSequence, match: Match) -> MissReason | None:
+        """Why a match is no deeper; None where no grid boundary below the final token is."""
+        if match.miss_reason is not None:
+            return match.miss_reason
+        last = (seq.num_prompt_tokens - 1) // self.chunk_stride * self.chunk_stride
+        return None if match.boundary >= last else self._reason(seq, match.kv_reach, match.boundary)
+
+    def _reason(self, seq: CachedSequence, reach: int, above: int = 0) -> MissReason:
+        """Why nothing can be reused above a boundary of this prompt."""
         if seq.num_prompt_tokens <= self.chunk_stride:
             return MissReason.BELOW_STRIDE
-        if self.linear is None:
-            return MissReason.NO_CHECKPOINT
-        if boundaries:
-            return MissReason.KV_SHORTER
-        if any(self.linear.cache.was_evicted(key) for key in seq.linear_state_hashes):
-            return MissReason.EVICTED
-        if self.linear.cache.holds_only_other_namespaces(seq.namespace):
-            return MissReason.NAMESPACE
-        return MissReason.NO_CHECKPOINT
+        unseen = above > 0 and reach < above + self.chunk_stride
+        linear = self.linear
+        if linear is not None:
+            if any(b > above for b in linear.allocate_shared(seq)):
+                return MissReason.KV_SHORTER
+            if any(b > above for b in linear.decoded_boundaries(seq)):
+                return MissReason.DECODE_ONLY
+            keys = seq.linear_state_hashes[above // self.chunk_stride :]
+            if any(linear.cache.was_evicted(key) for key in keys):
+                return MissReason.EVICTED
+            if above == 0 and linear.cache.holds_only_other_namespaces(seq.namespace):
+                return MissReason.NAMESPACE
+        return MissReason.UNSEEN if unseen else MissReason.NO_CHECKPOINT
 
     def count_query(self, num_cached_tokens: int, miss_reason: MissReason | None) -> None:
         """Statistics of one request whose prompt is computed: a hit or a miss with its reason."""
@@ -114,8 +129,9 @@ class CompositeBlockManager:
         if jump and self.linear is not None:
             source = self.linear.mount(seq, match.boundary)
             assert source.boundary == match.boundary
+        reused = {source.provenance} if source is not None else set()
         if jump:
-            self.kv.acquire_shared(seq, match.boundary)
+            reused.add(self.kv.acquire_shared(seq, match.boundary))
         enough = self.kv.allocate(seq, end)
         if enough and self.linear is not None:
             enough = self.linear.allocate_for_sequence(seq)
@@ -126,6 +142,8 @@ class CompositeBlockManager:
             return False
         if source is not None and self.linear is not None:
             self.linear.set_source(seq, source)
+        if Provenance.DECODE in reused:
+            seq.provenance = Provenance.DECODE
         if jump:
             seq.num_computed_tokens = match.boundary
             seq.num_published_blocks = match.boundary // self.kv.block_size
@@ -188,6 +206,7 @@ class CompositeBlockManager:
     def _rewind(self, seq: CachedSequence) -> None:
         self.kv.release(seq)
         seq.num_computed_tokens = 0
+        seq.provenance = Provenance.PREFILL
         seq.branch_boundary = 0
 
     def check(self, sequences: Iterable[CachedSequence]) -> None:

@@ -8,6 +8,7 @@ enter the root of the chain: a key stored under one domain is never found under 
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from enum import Enum
 from typing import NewType
 
 import xxhash
@@ -49,6 +50,25 @@ def _digest(seed: int, *parts: bytes) -> bytes:
         h.update(len(part).to_bytes(8, "little"))  # length first: ("ab", "c") is not ("a", "bc")
         h.update(part)
     return h.digest()
+
+
+class Provenance(Enum):
+    """How a state or K/V came to be: both are exact mathematics, only PREFILL repeats a prefill's
+    bits. DECODE: a decode step wrote it, or a prefill that went on from something decoded."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def accepted(self) -> tuple["Provenance", ...]:
+        """What serves where this is asked for, the better first."""
+        both = (Provenance.PREFILL, Provenance.DECODE)
+        return both[:1] if self is Provenance.PREFILL else both
+
+
+def filed_under(key: PrefixHash, provenance: Provenance) -> PrefixHash:
+    """Where content of this prefix and provenance is filed: the two never hide each other."""
+    return key if provenance is Provenance.PREFILL else PrefixHash(_digest(0, key, b"decode"))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from cache.block_pool import BlockPool
 from cache.cached_sequence import CachedSequence
-from cache.hashing import HashDomain
+from cache.hashing import HashDomain, PrefixHash, Provenance, filed_under
 from cache.prefix_index import PrefixIndex
 
 
@@ -10,8 +10,8 @@ class KVBlockManager:
     """Gives sequences blocks of `block_size` tokens and shares the published ones.
 
     A sequence owns one reference to each id of its block table and gives it back in `release`.
-    Blocks are published only when every row was written by prefill (`publish`), and only under the
-    sequence's own recorded hash.
+    Blocks are published under the sequence's own recorded hash: those that prefill wrote, and for
+    those who ask for it (`CachedSequence.exact` is False) the decoded ones, filed apart.
     """
 
     def __init__(self, num_blocks: int, domain: HashDomain, *, chunk_stride: int) -> None:
@@ -29,22 +29,39 @@ class KVBlockManager:
         """Probe: tokens served by the sequence's own blocks and the published ones that follow."""
         seq.update_block_hashes(self.domain)
         index = seq.num_computed_tokens // self.block_size
-        while index < len(seq.block_hashes) and self._index.contains(seq.block_hashes[index]):
+        while index < len(seq.block_hashes) and self._find(seq.block_hashes[index], seq.accepts):
             index += 1
         return max(seq.num_computed_tokens, index * self.block_size)
 
+    def _find(self, key: PrefixHash, least: Provenance) -> tuple[int, Provenance] | None:
+        """The best block of a prefix that is no worse than `least`, and how it came to be."""
+        for provenance in least.accepted:
+            found = self._index.find(filed_under(key, provenance))
+            if found is not None:
+                return found[0], provenance
+        return None
+
     def num_in_use(self, seq: CachedSequence, boundary: int) -> int:
         """How many of the shared blocks below `boundary` others hold, so that they cost no room."""
-        found = (self._index.find(key) for key in seq.block_hashes[: boundary // self.block_size])
+        keys = seq.block_hashes[: boundary // self.block_size]
+        found = (self._find(key, seq.accepts) for key in keys)
         return sum(f is not None and self.pool.ref_count(f[0]) > 0 for f in found)
 
-    def acquire_shared(self, seq: CachedSequence, boundary: int) -> None:
-        """Append the published blocks up to `boundary`, a multiple of the block within reach."""
+    def acquire_shared(self, seq: CachedSequence, boundary: int) -> Provenance:
+        """Append the published blocks up to `boundary`, a multiple of the block within reach.
+
+        Returns DECODE if any of them is of that kind.
+        """
+        worst = Provenance.PREFILL
         for key in seq.block_hashes[len(seq.block_table) : boundary // self.block_size]:
-            found = self._index.find(key)
+            found = self._find(key, seq.accepts)
             assert found is not None, "K/V block within reach is not published"
-            self.pool.acquire(found[0])
-            seq.block_table.append(found[0])
+            id_, provenance = found
+            self.pool.acquire(id_)
+            seq.block_table.append(id_)
+            if provenance is Provenance.DECODE:
+                worst = provenance
+        return worst
 
     def allocate(self, seq: CachedSequence, num_tokens: int) -> bool:
         """Grow the block table to num_tokens tokens; False, and nothing changed, without room."""
@@ -64,28 +81,34 @@ class KVBlockManager:
         seq.num_published_blocks = min(seq.num_published_blocks, num_blocks)
 
     def publish(self, seq: CachedSequence) -> None:
-        """Publish the prompt blocks of the whole strides computed, once their step was issued.
+        """Publish the blocks of the whole strides computed, once their step was issued.
 
         The rows of the stride a prompt ends in come from a tile that ended with it: in bits they
-        are not the rows of a prompt that goes on. A block whose key another sequence published
-        first stays private.
+        are not the rows of a prompt that goes on. From there on a block is DECODE, and published
+        only if the sequence is not exact. A block whose key is taken stays private.
         """
-        computed = min(seq.num_computed_tokens, seq.num_prompt_tokens)
-        computed = computed // self.chunk_stride * self.chunk_stride // self.block_size
+        prefilled = self._whole_strides(min(seq.num_computed_tokens, seq.num_prompt_tokens))
+        computed = prefilled if seq.exact else self._whole_strides(seq.num_computed_tokens)
         for index in range(seq.num_published_blocks, computed):
             key, id_ = seq.block_hashes[index], seq.block_table[index]
-            if not self._index.contains(key):
+            provenance = seq.provenance if index < prefilled else Provenance.DECODE
+            if self._find(key, provenance) is None:
                 self.pool.publish(id_)
-                self._index.insert(key, id_, None)
+                self._index.insert(filed_under(key, provenance), id_, None)
         seq.num_published_blocks = max(seq.num_published_blocks, computed)
+
+    def _whole_strides(self, num_tokens: int) -> int:
+        """Blocks of the whole strides of so many tokens."""
+        return num_tokens // self.chunk_stride * self.chunk_stride // self.block_size
 
     def forget(self, seq: CachedSequence) -> None:
         """Unpublish every block under a key of this prompt."""
         for key in seq.block_hashes:
-            found = self._index.find(key)
-            if found is not None:
-                self._index.forget(found[0])
-                self.pool.unpublish(found[0])
+            for provenance in Provenance:
+                found = self._index.find(filed_under(key, provenance))
+                if found is not None:
+                    self._index.forget(found[0])
+                    self.pool.unpublish(found[0])
 
     def reset(self) -> None:
         """Forget every block. Only when no sequence is to keep what it holds."""

@@ -4,7 +4,7 @@ from collections import Counter
 
 from cache.block_pool import BlockPool
 from cache.cached_sequence import CachedSequence, PendingSave, StateSource
-from cache.hashing import HashDomain, PrefixHash
+from cache.hashing import HashDomain, PrefixHash, Provenance
 from cache.linear_state_prefix_cache import Checkpoint, LinearStatePrefixCache
 from cache.ops import NO_SLOT, LinearStateCacheOp
 
@@ -47,7 +47,12 @@ class LinearStateBlockManager:
     def allocate_shared(self, seq: CachedSequence) -> list[int]:
         """Probe: all boundaries that could be restored for this prompt, ascending. K/V-blind."""
         seq.update_linear_state_hashes(self.domain)
-        return self.cache.match(seq.linear_state_hashes, seq.num_prompt_tokens)
+        return self.cache.match(seq.linear_state_hashes, seq.num_prompt_tokens, seq.accepts)
+
+    def decoded_boundaries(self, seq: CachedSequence) -> list[int]:
+        """Probe: the same for a sequence that takes decode states too."""
+        keys = seq.linear_state_hashes
+        return self.cache.match(keys, seq.num_prompt_tokens, Provenance.DECODE)
 
     def can_mount(self, seq: CachedSequence, boundary: int) -> bool:
         """Whether, with that checkpoint pinned, a live slot is left for the sequence."""
@@ -59,7 +64,7 @@ class LinearStateBlockManager:
         """Pin the checkpoint of a probed boundary. It becomes the restore source, never a block."""
         checkpoint = self._checkpoint(seq, boundary)
         self.pool.acquire(checkpoint.slot_id)
-        return StateSource(checkpoint.slot_id, checkpoint.boundary)
+        return StateSource(checkpoint.slot_id, checkpoint.boundary, checkpoint.provenance)
 
     def unmount(self, source: StateSource) -> None:
         self.pool.release(source.slot_id)
@@ -70,7 +75,7 @@ class LinearStateBlockManager:
         seq.state_source = source
 
     def _checkpoint(self, seq: CachedSequence, boundary: int) -> Checkpoint:
-        checkpoint = self.cache.find(self._key(seq, boundary))
+        checkpoint = self.cache.find(self._key(seq, boundary), seq.accepts)
         assert checkpoint is not None, f"no checkpoint at {boundary}"
         assert checkpoint.boundary == boundary, f"{checkpoint} found under boundary {boundary}"
         return checkpoint
@@ -100,7 +105,7 @@ class LinearStateBlockManager:
         for boundary in reversed(range(first, end, self.chunk_stride)):
             if not self._is_save_point(seq, boundary):
                 continue
-            slot = self._slot_for_save(self._key(seq, boundary))
+            slot = self._slot_for_save(self._save_at(seq, boundary))
             if slot is not None:
                 seq.snapshots.insert(0, (boundary, slot))
 
@@ -108,13 +113,25 @@ class LinearStateBlockManager:
         """The step was issued: unpin its source, publish its snapshots, record its end's save."""
         self._release_source(seq)  # first: what is deeper is evicted later
         for boundary, slot in seq.snapshots:
-            self._publish(seq, slot, boundary, self._key(seq, boundary))
+            self._publish(seq, slot, self._save_at(seq, boundary))
             self.pool.release(slot)
         seq.snapshots.clear()
         boundary = seq.num_computed_tokens
-        on_grid = boundary % self.chunk_stride == 0 and boundary <= seq.num_prompt_tokens
-        if on_grid and self._is_save_point(seq, boundary):
-            seq.pending_save = PendingSave(boundary, self._key(seq, boundary))
+        if boundary % self.chunk_stride == 0 and self._is_save_point(seq, boundary):
+            seq.pending_save = self._save_at(seq, boundary)
+
+    def save_here(self, seq: CachedSequence) -> None:
+        """Its state is to be saved when it leaves, save point or not, if it is on the grid."""
+        on_grid = seq.num_computed_tokens % self.chunk_stride == 0
+        if self.enabled and on_grid and 0 < seq.num_computed_tokens <= seq.num_prompt_tokens:
+            seq.pending_save = self._save_at(seq, seq.num_computed_tokens)
+
+    def _save_at(self, seq: CachedSequence, boundary: int) -> PendingSave:
+        """What the state of this boundary is filed as."""
+        seq.update_linear_state_hashes(self.domain)
+        decoded = boundary > seq.num_prompt_tokens
+        provenance = Provenance.DECODE if decoded else seq.provenance
+        return PendingSave(boundary, self._key(seq, boundary), provenance)
 
     def cache_op(self, seq: CachedSequence) -> LinearStateCacheOp:
         """What the worker is told about this row."""
@@ -137,25 +154,39 @@ class LinearStateBlockManager:
             return
         assert seq.live_slot is not None and save.boundary == seq.num_computed_tokens, save
         if not rotate:
-            self._publish(seq, seq.live_slot, save.boundary, save.key)
+            self._publish(seq, seq.live_slot, save)
             return
-        new_slot = self._slot_for_save(save.key)
+        decoded = save.boundary > seq.num_prompt_tokens
+        if decoded:
+            self._withdraw_last_decode_state(seq)
+        new_slot = self._slot_for_save(save)
         if new_slot is not None:
-            self._publish(seq, seq.live_slot, save.boundary, save.key)
-            self.set_source(seq, StateSource(seq.live_slot, save.boundary))
+            self._publish(seq, seq.live_slot, save)
+            self.set_source(seq, StateSource(seq.live_slot, save.boundary, save.provenance))
+            seq.decode_checkpoint = (save.key, seq.live_slot) if decoded else None
             seq.live_slot = new_slot
+
+    def _withdraw_last_decode_state(self, seq: CachedSequence) -> None:
+        """An answer keeps one state, its latest; the one before makes room for it."""
+        last, seq.decode_checkpoint = seq.decode_checkpoint, None
+        if last is None:
+            return
+        key, slot = last
+        checkpoint = self.cache.find(key, Provenance.DECODE)
+        if checkpoint is not None and checkpoint.slot_id == slot:
+            self.quarantine(slot)
 
     def _is_save_point(self, seq: CachedSequence, boundary: int) -> bool:
         if not self.enabled:
             return False
+        if boundary > seq.num_prompt_tokens:
+            return not seq.exact
         prompt_end = (seq.num_prompt_tokens - 1) // self.chunk_stride * self.chunk_stride
-        return boundary % self.checkpoint_every == 0 or boundary in (
-            prompt_end,
-            seq.branch_boundary,
-        )
+        placed = boundary in (prompt_end, seq.branch_boundary) or boundary in seq.save_points
+        return placed or boundary % self.checkpoint_every == 0
 
-    def _slot_for_save(self, key: PrefixHash) -> int | None:
-        if self.cache.contains(key):
+    def _slot_for_save(self, save: PendingSave) -> int | None:
+        if self.cache.contains(save.key, save.provenance):
             self.saves_skipped["duplicate"] += 1
             return None
         if self.pool.num_available <= max(0, self.max_num_seqs - self.num_live):
@@ -163,12 +194,13 @@ class LinearStateBlockManager:
             return None
         return self.pool.allocate()
 
-    def _publish(self, seq: CachedSequence, slot: int, boundary: int, key: PrefixHash) -> None:
-        if self.cache.contains(key):  # another row of the same step was first
+    def _publish(self, seq: CachedSequence, slot: int, save: PendingSave) -> None:
+        if self.cache.contains(save.key, save.provenance):  # another row of the step was first
             self.saves_skipped["duplicate"] += 1
             return
         self.pool.publish(slot)
-        self.cache.insert(key, Checkpoint(slot, boundary, seq.namespace))
+        checkpoint = Checkpoint(slot, save.boundary, seq.namespace, save.provenance)
+        self.cache.insert(save.key, checkpoint)
         self.num_saves += 1
 
     # ---- leaving
@@ -180,7 +212,7 @@ class LinearStateBlockManager:
 
     def discard(self, seq: CachedSequence) -> None:
         """Give back everything and publish nothing: the slots' contents are not to be trusted."""
-        seq.pending_save = None
+        seq.pending_save = seq.decode_checkpoint = None
         for _, slot in seq.snapshots:
             self.pool.release(slot)
         seq.snapshots.clear()
@@ -193,8 +225,7 @@ class LinearStateBlockManager:
     def forget(self, seq: CachedSequence) -> None:
         """Unpublish every checkpoint under a key of this prompt."""
         for key in seq.linear_state_hashes:
-            checkpoint = self.cache.find(key)
-            if checkpoint is not None:
+            while (checkpoint := self.cache.find(key, Provenance.DECODE)) is not None:
                 self.quarantine(checkpoint.slot_id)
 
     def quarantine(self, slot: int) -> None:

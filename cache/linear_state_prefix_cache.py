@@ -3,19 +3,11 @@
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
-from cache.hashing import Namespace, PrefixHash
+from cache.hashing import Namespace, PrefixHash, Provenance, filed_under
 from cache.prefix_index import PrefixIndex
 
 _REMEMBERED_EVICTIONS = 65_536
-
-
-class Provenance(Enum):
-    """How a state came to be: both are exact mathematics, only PREFILL repeats a prefill's bits."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 @dataclass(frozen=True)
@@ -54,14 +46,16 @@ class LinearStatePrefixCache:
         self._evicted.clear()
         self._by_namespace.clear()
 
-    def contains(self, key: PrefixHash) -> bool:
-        return self._index.contains(key)
-
     def was_evicted(self, key: PrefixHash) -> bool:
-        """Whether a checkpoint under this key was forgotten (within the last 65,536)."""
+        """Whether a PREFILL one under this key was forgotten (within the last 65,536 of any)."""
         return key in self._evicted
 
-    def match(self, hashes: Sequence[PrefixHash], num_tokens: int) -> list[int]:
+    def match(
+        self,
+        hashes: Sequence[PrefixHash],
+        num_tokens: int,
+        least: Provenance = Provenance.PREFILL,
+    ) -> list[int]:
         """Boundaries that can be restored for a prompt of num_tokens tokens, ascending.
 
         Every whole chunk strictly below the final token is probed, gaps allowed: the state of a
@@ -71,19 +65,28 @@ class LinearStatePrefixCache:
         return [
             (index + 1) * self.chunk_stride
             for index, key in enumerate(hashes[:last])
-            if self._index.contains(key)
+            if self.contains(key, least)
         ]
 
-    def find(self, key: PrefixHash) -> Checkpoint | None:
-        """The checkpoint under a key; the caller acquires its slot."""
-        found = self._index.find(key)
-        return None if found is None else found[1]
+    def contains(self, key: PrefixHash, least: Provenance = Provenance.PREFILL) -> bool:
+        """Whether a checkpoint of this prefix is there, no worse than `least`."""
+        return any(self._index.contains(filed_under(key, p)) for p in least.accepted)
+
+    def find(self, key: PrefixHash, least: Provenance = Provenance.PREFILL) -> Checkpoint | None:
+        """The best such checkpoint; the caller acquires its slot."""
+        for provenance in least.accepted:
+            found = self._index.find(filed_under(key, provenance))
+            if found is not None:
+                return found[1]
+        return None
 
     def insert(self, key: PrefixHash, checkpoint: Checkpoint) -> None:
+        """File a checkpoint of the prefix `key` under its provenance."""
         assert checkpoint.boundary > 0 and checkpoint.boundary % self.chunk_stride == 0, checkpoint
-        self._index.insert(key, checkpoint.slot_id, checkpoint)
+        filed = filed_under(key, checkpoint.provenance)
+        self._index.insert(filed, checkpoint.slot_id, checkpoint)
         self._by_namespace[checkpoint.namespace] += 1
-        self._evicted.pop(key, None)
+        self._evicted.pop(filed, None)
 
     def forget(self, slot_id: int) -> None:
         """Drop the checkpoint in a slot and remember that it was there."""
@@ -108,6 +111,7 @@ class LinearStatePrefixCache:
         for slot_id in self._index.ids():
             key = self._index.key_of(slot_id)
             assert key is not None
-            entry = self.find(key)
-            assert entry is not None and entry.slot_id == slot_id
+            found = self._index.find(key)
+            assert found is not None and found[1].slot_id == slot_id
+            entry = found[1]
             assert entry.boundary > 0 and entry.boundary % self.chunk_stride == 0

@@ -25,6 +25,7 @@ from engine.requests import (
     as_batch,
     as_sampling_params,
     check_text,
+    grid_boundaries,
     token_ids_of,
 )
 from engine.sampler import Choice, sample
@@ -117,6 +118,7 @@ class LLM:
         )
         self.scheduler = Scheduler(config, self.manager)
         self._requests: dict[str, Sequence] = {}
+        self.failed_request_ids: tuple[str, ...] = ()
 
     # ---- the loop
 
@@ -127,6 +129,7 @@ class LLM:
         loss, and the error is raised. If anything else fails, or an interrupt comes in between, all
         requests start again and the cache is empty.
         """
+        self.failed_request_ids = ()
         if self.scheduler.in_flight is not None:  # interrupted between two lines of a step
             self._start_over()
         with self._whole():
@@ -138,6 +141,7 @@ class LLM:
             rows = [row for row in result.rows if row.needs_logits]
             choices = sample([row.seq for row in rows], result.logits)
         except BaseException:
+            self.failed_request_ids = tuple(row.seq.request_id for row in batch.rows)
             with self._whole():
                 self.scheduler.rollback(batch)
             raise
@@ -206,11 +210,22 @@ class LLM:
         request_id: str | None = None,
         cache_salt: str = "",
         adapter_id: str = "",
+        exact: bool = True,
+        save_points: Seq[int] = (),
+        background: bool = False,
     ) -> str:
         """Queue a prompt (text, or token ids) and return its id.
 
         Requests share prefixes only within one (adapter_id, cache_salt). ValueError, and nothing
         queued, for a prompt that is empty, holds ids outside the vocabulary, or can never fit.
+
+        exact: reuse only what prefill wrote: the bits of a cold run. False: also take, and leave,
+            what decode steps wrote (an answer's K/V and its last state), which is equal in
+            mathematics only.
+        save_points: prompt lengths that later prompts are known to go on from: a state is kept at
+            the grid boundary at or below each.
+        background: run only in steps that nobody else needs, to have a prefix ready; not counted
+            among queries, hits and prefilled tokens.
         """
         sampling = as_sampling_params(sampling_params)
         token_ids = token_ids_of(prompt, self.tokenizer, self.model_config.vocab_size)
@@ -222,8 +237,18 @@ class LLM:
             raise ValueError(f"request_id {request_id!r} is in use")
         check_text("cache_salt", cache_salt)
         check_text("adapter_id", adapter_id)
-        namespace = Namespace(self.model_config.fingerprint, adapter_id, cache_salt)
-        seq = Sequence(request_id, token_ids, sampling, namespace=namespace)
+        for name, value in (("exact", exact), ("background", background)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r}: must be a bool")
+        seq = Sequence(
+            request_id,
+            token_ids,
+            sampling,
+            namespace=Namespace(self.model_config.fingerprint, adapter_id, cache_salt),
+            exact=exact,
+            save_points=grid_boundaries(save_points, self.config.chunk_stride),
+            background=background,
+        )
         self._requests[request_id] = seq
         seq.answer = AnswerText(self.tokenizer, sampling.stop)
         self.scheduler.add(seq)
@@ -304,6 +329,11 @@ class LLM:
             for request_id in request_ids:
                 self.abort(request_id)
         return [outputs[r] for r in request_ids]
+
+    @property
+    def last_restore_seconds(self) -> float | None:
+        """`Worker.last_restore_seconds`."""
+        return self.worker.last_restore_seconds
 
     def stats(self) -> EngineStats:
         """Counters and pool contents now."""

@@ -16,6 +16,8 @@ class RequestOutput:
     num_cached_tokens: prompt tokens whose K/V and state came from the cache.
     boundary: the token count of the last checkpoint it resumed from, 0 if none.
     miss_reason: why nothing was reused, None on a hit.
+    limit_reason: why it did not resume later than `boundary`; None if no later one is possible.
+    exact: nothing it reused came from decode steps: its bits are those of a cold run.
     ttft_ms: from `add_request` to the first token; None before it.
     logprobs: per new token {token: log-probability}, the chosen one first; None if not asked for.
     logits: per new token [vocab] float32; None if not asked for.
@@ -31,6 +33,8 @@ class RequestOutput:
     num_cached_tokens: int
     boundary: int
     miss_reason: str | None
+    limit_reason: str | None
+    exact: bool
     ttft_ms: float | None
     logprobs: list[dict[int, float]] | None
     logits: list[torch.Tensor] | None = field(repr=False, compare=False)
@@ -53,6 +57,8 @@ class RequestOutput:
             num_cached_tokens=seq.num_cached_tokens,
             boundary=seq.restored_boundary,
             miss_reason=None if seq.miss_reason is None else str(seq.miss_reason),
+            limit_reason=None if seq.limit_reason is None else str(seq.limit_reason),
+            exact=not seq.reused_decoded,
             ttft_ms=ttft_ms,
             logprobs=list(seq.logprobs) if seq.sampling.logprobs is not None else None,
             logits=list(seq.logits) if seq.sampling.return_logits else None,
@@ -64,12 +70,16 @@ class EngineStats:
     """Counters since start, and what the pools hold now.
 
     queries: requests whose prompt has been computed; hits: those that reused something.
+    tokens_prefilled: prompt tokens that steps computed, again after a preemption too;
+    tokens_prefilled_idle: those of background requests, not among the others.
     smallest_prompt_that_can_hit: tokens; shorter prompts miss with `below_stride`.
     """
 
     queries: int
     hits: int
     tokens_reused: int
+    tokens_prefilled: int
+    tokens_prefilled_idle: int
     misses: dict[str, int]
     saves: int
     saves_skipped: dict[str, int]
@@ -86,6 +96,7 @@ class EngineStats:
     blocks_total: int
     requests_waiting: int
     requests_running: int
+    requests_background: int
     smallest_prompt_that_can_hit: int
 
     @classmethod
@@ -99,6 +110,8 @@ class EngineStats:
             queries=manager.num_queries,
             hits=manager.num_hits,
             tokens_reused=manager.num_tokens_reused,
+            tokens_prefilled=scheduler.num_tokens_prefilled,
+            tokens_prefilled_idle=scheduler.num_tokens_prefilled_idle,
             misses={str(reason): count for reason, count in manager.misses.items()},
             saves=0 if linear is None else linear.num_saves,
             saves_skipped={} if linear is None else dict(linear.saves_skipped),
@@ -113,7 +126,8 @@ class EngineStats:
             blocks_cached=kv.num_evictable,
             blocks_free=kv.num_free,
             blocks_total=kv.num_ids - 1,
-            requests_waiting=len(scheduler.waiting),
-            requests_running=len(scheduler.running),
+            requests_waiting=sum(not seq.background for seq in scheduler.waiting),
+            requests_running=sum(not seq.background for seq in scheduler.running),
+            requests_background=scheduler.num_background,
             smallest_prompt_that_can_hit=manager.chunk_stride + 1,
         )

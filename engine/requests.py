@@ -33,6 +33,16 @@ def check_text(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}: must be a string that UTF-8 can hold")
 
 
+def grid_boundaries(save_points: Seq[int], chunk_stride: int) -> set[int]:
+    """The grid boundaries at or below these token counts; ValueError for what is no count."""
+    boundaries = set()
+    for point in _as_list(save_points, "save_points are a list of token counts"):
+        if type(point) is not int or point < 0:
+            raise ValueError(f"save_points: {point!r} is no token count")
+        boundaries.add(point // chunk_stride * chunk_stride)
+    return boundaries
+
+
 def _as_list(value: object, expected: str) -> list:
     """A list, tuple, range, array or tensor as a list; ValueError for what has no order."""
     if hasattr(value, "tolist"):

@@ -5,6 +5,7 @@ from bisect import insort
 from collections.abc import Collection
 
 from cache.composite_block_manager import CompositeBlockManager, Match, MissReason
+from cache.hashing import Provenance
 from engine.batch import Batch, ScheduledRow
 from engine.config import EngineConfig
 from engine.sequence import Sequence, Status
@@ -21,6 +22,9 @@ class Scheduler:
     preempted: it gives everything back, is prefilled again later, and its generated tokens are
     replayed one by one, so that it continues with the same bits.
 
+    Background sequences stay in `idle` until nothing else is left, then run one at a time and a
+    stride a step; as soon as somebody else comes they save where they are and go back.
+
     `waiting` and `running` are ordered by arrival, and a sequence may preempt only younger ones:
     the oldest always advances. The sequences of an issued batch keep what they hold until `commit`
     or `rollback`; an abort in between takes effect there.
@@ -31,26 +35,34 @@ class Scheduler:
         self.manager = manager
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.idle: list[Sequence] = []
         self.in_flight: Batch | None = None
         self._num_added = 0
         self.num_preemptions = 0
         self.num_cold_starts = 0
+        self.num_tokens_prefilled = 0
+        self.num_tokens_prefilled_idle = 0
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.idle)
+
+    @property
+    def num_background(self) -> int:
+        return sum(seq.background for seq in (*self.waiting, *self.running, *self.idle))
 
     def add(self, seq: Sequence) -> None:
         """Queue a request; it must fit the pools alone (`LLM.add_request` checks that)."""
         seq.arrival_index = self._num_added
         self._num_added += 1
-        self.waiting.append(seq)
+        (self.idle if seq.background else self.waiting).append(seq)
 
     # ---- one step
 
     def schedule(self) -> Batch | None:
         """The next step, or None when there is nothing to do. Its rows own all they need."""
         assert self.in_flight is None, "the last batch was neither committed nor rolled back"
+        self._turn_to_background()
         batch = Batch()
         budget = self._schedule_running_ones(batch)
         self._admit(batch, budget)
@@ -59,6 +71,18 @@ class Scheduler:
             return None
         self.in_flight = batch
         return batch
+
+    def _turn_to_background(self) -> None:
+        """Send background work away when somebody else is there; else let one of it run."""
+        background = [seq for seq in self.running if seq.background]
+        if not self.waiting and not self.running and self.idle:
+            self.waiting.append(self.idle.pop(0))
+        elif self.waiting or len(background) < len(self.running):
+            for seq in background:
+                if self.manager.linear is not None:
+                    self.manager.linear.save_here(seq)
+                self.manager.release(seq)
+                self._start_again(seq)
 
     def _schedule_running_ones(self, batch: Batch) -> int:
         """One token of each decoding sequence, and prefill within the budget, the oldest first.
@@ -101,6 +125,8 @@ class Scheduler:
         return self.manager.match(seq)
 
     def _prefill_end(self, seq: Sequence, start: int, budget: int) -> int:
+        if seq.background:
+            budget = min(budget, self.config.chunk_stride)
         if seq.num_prompt_tokens - start <= budget:
             return seq.num_prompt_tokens
         return (start + budget) // self.config.chunk_stride * self.config.chunk_stride
@@ -128,10 +154,12 @@ class Scheduler:
     def _add_row(self, batch: Batch, seq: Sequence, match: Match, end: int) -> bool:
         """Take everything the row needs and add it; False, and nothing taken, if it can't."""
         reused = match.boundary - seq.num_computed_tokens
+        begins = seq.in_prefill and (reused > 0 or seq.num_computed_tokens == 0)
+        limit = self.manager.limit_reason(seq, match) if begins and not seq.was_counted else None
         if not self.manager.allocate(seq, match, end):
             return False
-        if seq.in_prefill and not seq.was_counted:
-            _record_reuse(seq, match, reused)
+        if begins and not seq.was_counted:
+            _record_reuse(seq, match, reused, limit)
         if seq.in_prefill:
             self.manager.plan_saves(seq, match, end)
         linear = self.manager.linear
@@ -167,12 +195,19 @@ class Scheduler:
                 self.finish(seq, "error")
                 continue
             else:
+                self._count_prefilled(row)
                 self.manager.commit(seq, row.end)
                 if not seq.in_prefill and not seq.was_counted:
                     seq.was_counted = True
                     self.manager.count_query(seq.num_cached_tokens, seq.miss_reason)
             if seq.abort_requested:
                 self.finish(seq, "abort")
+
+    def _count_prefilled(self, row: ScheduledRow) -> None:
+        if row.is_prefill and row.seq.background:
+            self.num_tokens_prefilled_idle += row.end - row.start
+        elif row.is_prefill:
+            self.num_tokens_prefilled += row.end - row.start
 
     def rollback(self, batch: Batch) -> None:
         """The batch failed: its slots and blocks may be half-written. Publish nothing of it; its
@@ -189,12 +224,13 @@ class Scheduler:
         """Bookkeeping was interrupted: queue all unfinished sequences anew, with empty pools."""
         self.in_flight = None
         self.manager.reset(sequences)
-        self.running, self.waiting = [], []
+        self.running, self.waiting, self.idle = [], [], []
         for seq in sequences:
             self.running.append(seq)
             self._start_again(seq)
             if not seq.was_counted:
-                seq.reuse_limit = seq.miss_reason = None  # no work of its own is left to meet
+                # No work of its own is left to meet.
+                seq.reuse_limit = seq.miss_reason = seq.limit_reason = None
             if seq.abort_requested:
                 self.finish(seq, "abort")
 
@@ -203,7 +239,7 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
         else:
-            self.waiting.remove(seq)
+            (self.waiting if seq in self.waiting else self.idle).remove(seq)
         self.manager.release(seq)
         seq.status = Status.FINISHED
         seq.finish_reason = reason
@@ -228,7 +264,7 @@ class Scheduler:
         row.seq.reuse_allowed = False
         self.num_cold_starts += 1
         if not row.seq.was_counted:
-            row.seq.miss_reason = MissReason.RESTORE_FAILED
+            row.seq.miss_reason = row.seq.limit_reason = MissReason.RESTORE_FAILED
         self._start_again(row.seq)
 
     def _start_again(self, seq: Sequence) -> None:
@@ -236,34 +272,41 @@ class Scheduler:
         if not seq.was_counted:
             seq.reuse_limit = seq.num_cached_tokens
             seq.num_cached_tokens = seq.restored_boundary = 0
+            seq.reused_decoded = False
         self.running.remove(seq)
         seq.status = Status.WAITING
-        insort(self.waiting, seq, key=_by_arrival)
+        insort(self.idle if seq.background else self.waiting, seq, key=_by_arrival)
 
     def check(self) -> None:
         """Invariants of queues, pools and holdings."""
-        self.manager.check([*self.waiting, *self.running])
-        for seq in self.waiting:
+        self.manager.check([*self.waiting, *self.running, *self.idle])
+        assert all(seq.background for seq in self.idle)
+        for seq in (*self.waiting, *self.idle):
             assert seq.status is Status.WAITING and seq.num_computed_tokens == 0
             assert not seq.block_table and seq.live_slot is None and seq.state_source is None
         assert all(seq.status is Status.RUNNING for seq in self.running)
-        for queue in (self.waiting, self.running):
+        for queue in (self.waiting, self.running, self.idle):
             order = [seq.arrival_index for seq in queue]
             assert order == sorted(set(order)), f"out of order of arrival: {order}"
         assert len(self.running) <= self.config.max_num_seqs
 
 
-def _record_reuse(seq: Sequence, match: Match, reused: int) -> None:
+def _record_reuse(
+    seq: Sequence, match: Match, reused: int, limit_reason: MissReason | None
+) -> None:
     """Credit tokens that others computed. When a request starts again it meets its own work in the
     cache: it is credited at most what it reused before."""
+    seq.reused_decoded = seq.provenance is Provenance.DECODE
     if seq.reuse_limit is not None:
         reused = min(reused, seq.reuse_limit - seq.num_cached_tokens)
     if reused > 0:
         seq.num_cached_tokens += reused
         seq.restored_boundary = match.boundary
         seq.miss_reason = None
+        seq.limit_reason = limit_reason
     elif seq.num_computed_tokens == 0 and seq.miss_reason is None:
         seq.miss_reason = match.miss_reason
+        seq.limit_reason = limit_reason
 
 
 def _by_arrival(seq: Sequence) -> int:

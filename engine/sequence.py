@@ -27,6 +27,9 @@ class Sequence(CachedSequence):
 
     num_cached_tokens: prompt tokens served from the cache instead of computed.
     restored_boundary: the last boundary it resumed from; 0: never.
+    limit_reason: why it did not resume later than that.
+    reused_decoded: whether anything it reused was computed by decode steps.
+    background: runs only in steps that nobody else needs, and counts in no statistics of hits.
     num_settled: generated tokens that are wholly taken in: text, stop rules and reports done.
     reuse_allowed: False after a failed restore: it is then prefilled in full on private blocks.
     """
@@ -39,8 +42,17 @@ class Sequence(CachedSequence):
         *,
         namespace: Namespace = Namespace(),  # noqa: B008 (frozen)
         multimodal_items: tuple[MultimodalItem, ...] = (),
+        exact: bool = True,
+        save_points: Iterable[int] = (),
+        background: bool = False,
     ) -> None:
-        super().__init__(prompt_token_ids, namespace=namespace, multimodal_items=multimodal_items)
+        super().__init__(
+            prompt_token_ids,
+            namespace=namespace,
+            multimodal_items=multimodal_items,
+            exact=exact,
+            save_points=save_points,
+        )
         self.request_id = request_id
         self.prompt_token_ids = self.token_ids.tolist()
         self.sampling = sampling
@@ -50,10 +62,13 @@ class Sequence(CachedSequence):
         self.reuse_allowed = True
         self.arrival_index = -1
         self.reuse_limit: int | None = None
-        self.was_counted = False
+        self.background = background
+        self.was_counted = background
         self.num_cached_tokens = 0
         self.restored_boundary = 0
         self.miss_reason: MissReason | None = None
+        self.limit_reason: MissReason | None = None
+        self.reused_decoded = False
         self.num_preemptions = 0
         self.seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         self.logprobs: list[dict[int, float]] = []

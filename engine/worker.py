@@ -1,6 +1,7 @@
 """Runs a scheduled batch: restore first, then one forward pass over what is left."""
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,7 +48,11 @@ class StepResult:
 
 
 class Worker:
-    """Owns the model, the state pool and the K/V cache."""
+    """Owns the model, the state pool and the K/V cache.
+
+    last_restore_seconds: how long the last step took to restore states (on a GPU: to launch it);
+        None if it restored none.
+    """
 
     def __init__(
         self, model: Model, config: EngineConfig, *, num_slots: int, num_blocks: int
@@ -62,11 +67,15 @@ class Worker:
                 f"{config.block_size} tokens: {error}"
             ) from error
         self.state_pool, self.kv_cache = pools
+        self.last_restore_seconds: float | None = None
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         """Restore, then run every row whose state is there."""
+        began = time.perf_counter()
         read_slots, cold = self._restore(batch.rows)
+        restored = any(row.op is not None and row.op.restore_requested for row in batch.rows)
+        self.last_restore_seconds = time.perf_counter() - began if restored else None
         ran = [i for i, row in enumerate(batch.rows) if row not in cold]
         rows = [batch.rows[i] for i in ran]
         if not rows:

@@ -27,8 +27,16 @@ class Row(NamedTuple):
     snapshots: tuple[tuple[int, int], ...]
 
 
-def sequence(token_ids: Iterable[int], *, salt: str = "") -> CachedSequence:
-    return CachedSequence(token_ids, namespace=Namespace(cache_salt=salt))
+def sequence(
+    token_ids: Iterable[int],
+    *,
+    salt: str = "",
+    exact: bool = True,
+    save_points: Iterable[int] = (),
+) -> CachedSequence:
+    return CachedSequence(
+        token_ids, namespace=Namespace(cache_salt=salt), exact=exact, save_points=save_points
+    )
 
 
 def kv_leaf(

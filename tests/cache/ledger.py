@@ -1,15 +1,16 @@
 """A worker of exact values: it notes which tokens each slot and each K/V row stands for.
 
-A state is the (namespace, tokens) it has seen, a K/V block the same up to its last written row. A
-row that reads anything but the state of exactly its first `start` tokens fails at once, and so does
-a published id whose content is not what its key promises. No tolerance, no numerics.
+A state is the (namespace, tokens) it has seen, a K/V block the same up to its last written row, and
+each knows whether its bits are those of a cold prefill. A row that reads anything but the state of
+exactly its first `start` tokens fails at once, so does one that asked for exact bits and reads
+others, and so does a published id whose content is not what its key promises. No tolerance.
 """
 
 from typing import Protocol
 
 from cache.cached_sequence import CachedSequence
 from cache.composite_block_manager import CompositeBlockManager
-from cache.hashing import Namespace, PrefixHash
+from cache.hashing import Namespace, PrefixHash, Provenance, filed_under
 from cache.ops import LinearStateCacheOp
 
 Value = tuple[Namespace, tuple[int, ...]]
@@ -32,14 +33,15 @@ class Ledger:
         self.manager = manager
         self.states: dict[int, Value] = {}
         self.blocks: dict[int, Value] = {}
+        self.inexact_states: set[int] = set()
+        self.inexact_blocks: set[int] = set()
 
     def forward(self, rows: list[Rowlike]) -> None:
         """All rows of one step: every read is checked, then everything is written."""
         self._check_slots_are_exclusive(rows)
-        for row in rows:
-            self._check_reads(row)
-        for row in rows:
-            self._write(row)
+        exact = [self._check_reads(row) for row in rows]
+        for row, reads_exact in zip(rows, exact, strict=True):
+            self._write(row, reads_exact)
 
     def _check_slots_are_exclusive(self, rows: list[Rowlike]) -> None:
         ops = [row.op for row in rows if row.op is not None]
@@ -50,8 +52,10 @@ class Ledger:
         assert len(set(written)) == len(written), f"two writers of one slot: {written}"
         assert not read & set(written), f"read and written in one step: {read & set(written)}"
 
-    def _check_reads(self, row: Rowlike) -> None:
+    def _check_reads(self, row: Rowlike) -> bool:
+        """Whether all that the row goes on from has the bits of a cold prefill."""
         seq, start = row.seq, row.start
+        exact = True
         if row.op is not None:
             if row.op.restore_requested:
                 assert row.op.boundary == start, f"{row.op} at token {start}"
@@ -59,12 +63,16 @@ class Ledger:
             slot = source if row.op.restore_requested else row.op.linear_state_id
             if start > 0:
                 assert self.states[slot] == value(seq, start), f"slot {slot} is not S({start})"
+                exact = slot not in self.inexact_states
         size = self.manager.kv.block_size
         for index in range(-(-start // size)):
             wanted = value(seq, min(start, (index + 1) * size))
             assert self.blocks[seq.block_table[index]] == wanted, f"wrong K/V in block {index}"
+        exact = exact and not self.inexact_blocks & set(seq.block_table[: -(-start // size)])
+        assert exact or not seq.exact or start >= seq.num_prompt_tokens, "not the bits it asked for"
+        return exact
 
-    def _write(self, row: Rowlike) -> None:
+    def _write(self, row: Rowlike, reads_exact: bool) -> None:
         seq, pool = row.seq, self.manager.kv.pool
         size = self.manager.kv.block_size
         assert len(seq.block_table) * size >= row.end, "no block for a token"
@@ -72,22 +80,38 @@ class Ledger:
             id_ = seq.block_table[index]
             assert pool.ref_count(id_) == 1 and not pool.is_published(id_), f"{id_} is shared"
             self.blocks[id_] = value(seq, min(row.end, (index + 1) * size))
+            # The tile of attention that a prompt ends in is not that of a longer prompt.
+            whole = row.end // self.manager.chunk_stride * self.manager.chunk_stride
+            prefilled = row.end <= seq.num_prompt_tokens and (index + 1) * size <= whole
+            _mark(self.inexact_blocks, id_, exact=reads_exact and prefilled)
+        exact = reads_exact and row.end <= seq.num_prompt_tokens
         if row.op is not None:
             self.states[row.op.linear_state_id] = value(seq, row.end)
+            _mark(self.inexact_states, row.op.linear_state_id, exact=exact)
         for boundary, slot in row.snapshots:
             assert row.start < boundary < row.end
             self.states[slot] = value(seq, boundary)
+            _mark(self.inexact_states, slot, exact=exact)
 
     def check(self) -> None:
-        """Every published slot holds exactly the state that its key and its boundary promise."""
+        """Every published id holds what its key, its boundary and its provenance promise."""
+        kv = self.manager.kv
+        for id_ in kv._index.ids():
+            key = self._block_key(*self.blocks[id_])
+            found = kv._index.find(filed_under(key, _provenance(id_ in self.inexact_blocks)))
+            assert found is not None and found[0] == id_, f"block {id_} is filed as another"
         linear = self.manager.linear
         if linear is None:
             return
         for slot in linear.cache.slot_ids():
             namespace, tokens = self.states[slot]
-            entry = linear.cache.find(self._key(namespace, tokens))
-            assert entry is not None, f"slot {slot} is filed under the key of another state"
+            provenance = _provenance(slot in self.inexact_states)
+            key = filed_under(self._key(namespace, tokens), provenance)
+            found = linear.cache._index.find(key)
+            assert found is not None, f"slot {slot} is filed under the key of another state"
+            entry = found[1]
             assert (entry.slot_id, entry.boundary) == (slot, len(tokens))
+            assert entry.provenance is provenance
 
     def _key(self, namespace: Namespace, tokens: tuple[int, ...]) -> PrefixHash:
         assert self.manager.linear is not None
@@ -95,3 +119,17 @@ class Ledger:
         seq.update_linear_state_hashes(self.manager.linear.domain)
         assert len(tokens) % self.manager.linear.chunk_stride == 0
         return seq.linear_state_hashes[-1]
+
+    def _block_key(self, namespace: Namespace, tokens: tuple[int, ...]) -> PrefixHash:
+        seq = CachedSequence(tokens, namespace=namespace)
+        seq.update_block_hashes(self.manager.kv.domain)
+        assert len(tokens) % self.manager.kv.block_size == 0, "a part of a block is published"
+        return seq.block_hashes[-1]
+
+
+def _mark(inexact: set[int], id_: int, *, exact: bool) -> None:
+    (inexact.discard if exact else inexact.add)(id_)
+
+
+def _provenance(inexact: bool) -> Provenance:
+    return Provenance.DECODE if inexact else Provenance.PREFILL

@@ -34,15 +34,50 @@ class CompositeBesideALedger(RuleBasedStateMachine):
         self.ledger = Ledger(self.manager)
         self.sequences: list[CachedSequence] = []
         self.rows: list[Row] = []
+        self.finished: list[list[int]] = []
 
     def idle(self) -> list[CachedSequence]:
         busy = [row.seq for row in self.rows]
         return [seq for seq in self.sequences if seq not in busy]
 
     @precondition(lambda self: len(self.sequences) < 3)
-    @rule(prompt=st.sampled_from(PROMPTS), salt=st.sampled_from(["", "", "", "other"]))
-    def add(self, prompt: list[int], salt: str) -> None:
-        self.sequences.append(sequence(prompt, salt=salt))
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        salt=st.sampled_from(["", "", "", "other"]),
+        exact=st.booleans(),
+        save_points=st.sets(st.sampled_from([STRIDE, 2 * STRIDE, 3 * STRIDE])),
+    )
+    def add(self, prompt: list[int], salt: str, exact: bool, save_points: set[int]) -> None:
+        seq = sequence(prompt, salt=salt, exact=exact, save_points=save_points)
+        self.sequences.append(seq)
+
+    @precondition(lambda self: len(self.sequences) < 3 and not self.rows)
+    @rule(prompt=st.sampled_from(PROMPTS), exact=st.booleans(), answer=st.integers(1, 9))
+    def serve(self, prompt: list[int], exact: bool, answer: int) -> None:
+        """A whole request with nothing between its steps."""
+        seq = sequence(prompt, exact=exact)
+        self.sequences.append(seq)
+        while seq.num_computed_tokens < len(prompt) + answer:
+            end = max(len(prompt), seq.num_computed_tokens + 1)
+            if end > seq.num_tokens:
+                seq.append_token(1 + seq.num_tokens % 2)
+            row = schedule(self.manager, seq, end)
+            if row is None:
+                break
+            self.ledger.forward([row])
+            self.manager.commit(seq, end)
+        self.manager.release(seq)
+        self.sequences.remove(seq)
+        self.finished.append(seq.token_ids.tolist())
+
+    @precondition(lambda self: self.finished)
+    @rule(data=st.data(), more=st.lists(st.integers(1, 3), min_size=1, max_size=9))
+    def add_the_next_turn(self, data: st.DataObject, more: list[int]) -> None:
+        """A prompt that goes on from another's answer."""
+        if len(self.sequences) < 3:
+            exact = data.draw(st.booleans())
+            before = data.draw(st.sampled_from(self.finished))[:24]
+            self.sequences.append(sequence([*before, *more], exact=exact))
 
     @precondition(lambda self: self.idle())
     @rule(data=st.data(), strides=st.integers(1, 4))
@@ -55,7 +90,7 @@ class CompositeBesideALedger(RuleBasedStateMachine):
         else:
             end = seq.num_computed_tokens + 1
             if end > seq.num_tokens:
-                seq.append_token(strides)
+                seq.append_token(1 + seq.num_tokens % 2)
         before = self.holdings(seq)
         row = schedule(self.manager, seq, end)
         if row is None:
@@ -102,8 +137,12 @@ class CompositeBesideALedger(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.idle()))
+        if seq.namespace.cache_salt == "" and data.draw(st.booleans()):
+            self.manager.linear.save_here(seq)
         self.manager.release(seq)
         self.sequences.remove(seq)
+        if seq.namespace.cache_salt == "":
+            self.finished.append(seq.token_ids.tolist())
 
     @precondition(lambda self: self.idle())
     @rule(data=st.data())

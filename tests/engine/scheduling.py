@@ -48,13 +48,29 @@ class Driver:
         self.needed_logits: list[bool] = []
 
     def add(
-        self, name: str, prompt: int | Iterable[int], max_tokens: int = 1, *, salt: str = ""
+        self,
+        name: str,
+        prompt: int | Iterable[int],
+        max_tokens: int = 1,
+        *,
+        salt: str = "",
+        exact: bool = True,
+        save_points: Iterable[int] = (),
+        background: bool = False,
     ) -> Sequence:
         if isinstance(prompt, int):
             first = 100_000 * (len(self.requests) + 1)
             prompt = range(first, first + prompt)
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        seq = Sequence(name, prompt, sampling, namespace=Namespace(cache_salt=salt))
+        seq = Sequence(
+            name,
+            prompt,
+            sampling,
+            namespace=Namespace(cache_salt=salt),
+            exact=exact,
+            save_points=save_points,
+            background=background,
+        )
         self.requests[name] = seq
         self.scheduler.add(seq)
         return seq

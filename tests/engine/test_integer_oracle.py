@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 )
 
 from cache.cached_sequence import CachedSequence
-from cache.hashing import Namespace
+from cache.hashing import Namespace, Provenance, filed_under
 from cache.ops import NO_SLOT, LinearStateCacheOp
 from engine import LLM, EngineConfig, SamplingParams
 from engine.batch import Batch, ScheduledRow
@@ -85,12 +85,15 @@ class EngineMachine(RuleBasedStateMachine):
         suffix=st.lists(st.integers(0, 250), min_size=1, max_size=70),
         max_tokens=st.integers(1, 6),
         salt=st.sampled_from(SALTS),
+        exact=st.booleans(),
+        background=st.sampled_from([False, False, True]),
     )
-    def add(self, base, shared, suffix, max_tokens, salt):
+    def add(self, base, shared, suffix, max_tokens, salt, exact, background):
         prompt = BASES[base][:shared] + suffix
         with suppress(ValueError):  # longer than this pool can ever hold
             params = SamplingParams(temperature=0, max_tokens=max_tokens)
-            self._add(prompt, params, salt)
+            points = [shared, len(prompt)] if background else [shared]
+            self._add(prompt, params, salt, exact=exact, background=background, save_points=points)
 
     @rule(suffix=st.lists(st.integers(0, 250), min_size=1, max_size=5))
     def add_the_longest_again(self, suffix):
@@ -101,6 +104,16 @@ class EngineMachine(RuleBasedStateMachine):
                 params = SamplingParams(temperature=0, max_tokens=3)
                 prompt = longest[:400] + suffix
                 self._add(prompt, params, "")
+
+    @rule(suffix=st.lists(st.integers(0, 250), min_size=1, max_size=70), tokens=st.integers(1, 90))
+    def add_an_answer_continued(self, suffix, tokens):
+        """The next turn: an earlier prompt, its answer and more."""
+        if self.prompts:
+            prompt, _ = max(self.prompts.values(), key=lambda item: item[1])
+            with suppress(ValueError):
+                params = SamplingParams(temperature=0, max_tokens=tokens)
+                said = prompt[:300] + expected_output(prompt[:300], 70)
+                self._add(said + suffix, params, "", exact=False)
 
     @rule(times=st.integers(1, 5))
     def step(self, times):
@@ -225,14 +238,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.llm.manager.linear.pool.num_in_use == 0
         assert not self.llm._requests
 
-    def _add(self, prompt: list[int], params: SamplingParams, salt: str) -> None:
+    def _add(self, prompt: list[int], params: SamplingParams, salt: str, **options) -> None:
         request_id = f"r{len(self.prompts)}"
-        self.llm.add_request(prompt, params, request_id=request_id, cache_salt=salt)
+        self.llm.add_request(prompt, params, request_id=request_id, cache_salt=salt, **options)
         self.prompts[request_id] = (prompt, params.max_tokens)
-        self._remember(prompt, salt)
+        self._remember(prompt + expected_output(prompt, params.max_tokens), salt)
 
     def _remember(self, prompt: list[int], salt: str) -> None:
-        """The true content of every key that this prompt can publish."""
+        """The true content of every key that these tokens can publish."""
         namespace = Namespace(self.model.config.fingerprint, "", salt)
         twin = CachedSequence(prompt, namespace=namespace)
         kv, linear = self.llm.manager.kv.domain, self.llm.manager.linear.domain
@@ -244,10 +257,12 @@ class EngineMachine(RuleBasedStateMachine):
             state.advance(token)
             values.append(state.value)
             words.append(state.words())
-        for i, key in enumerate(twin.linear_state_hashes):
-            self.states_by_key[key] = words[(i + 1) * linear.step - 1]
-        for i, key in enumerate(twin.block_hashes):
-            self.rows_by_key[key] = values[i * kv.step : (i + 1) * kv.step]
+        for how in Provenance:
+            for i, key in enumerate(twin.linear_state_hashes):
+                self.states_by_key[filed_under(key, how)] = words[(i + 1) * linear.step - 1]
+            for i, key in enumerate(twin.block_hashes):
+                rows = values[i * kv.step : (i + 1) * kv.step]
+                self.rows_by_key[filed_under(key, how)] = rows
 
     def _take(self, outputs) -> None:
         for output in outputs:
