@@ -47,6 +47,8 @@ class CachedSequence:
     live_slot: the slot it writes, one reference.
     state_source: read by the next step instead of the live slot, one reference.
     snapshots: (boundary, slot) the running step writes, one reference each.
+    scratch: slots that the running step leaves the state after each of its tokens in, where it
+        verifies drafts; one reference each.
     decode_checkpoint: (key, slot) of the decode state it published last; no reference.
     """
 
@@ -75,6 +77,7 @@ class CachedSequence:
         self.state_source: StateSource | None = None
         self.pending_save: PendingSave | None = None
         self.snapshots: list[tuple[int, int]] = []
+        self.scratch: list[int] = []
         self.decode_checkpoint: tuple[PrefixHash, int] | None = None
         self.branch_boundary = 0
 
@@ -101,6 +104,7 @@ class CachedSequence:
         self.state_source = None
         self.pending_save = None
         self.snapshots = []
+        self.scratch = []
         self.decode_checkpoint = None
         self.branch_boundary = 0
 

@@ -164,7 +164,12 @@ class CompositeBlockManager:
         self.linear.plan_snapshots(seq, seq.num_computed_tokens, end)
 
     def commit(self, seq: CachedSequence, end: int) -> None:
-        """The step that computed [num_computed_tokens, end) was issued: publish what it wrote."""
+        """The step that computed [num_computed_tokens, end) was issued: publish what it wrote.
+
+        Of a step that verified drafts, `end` is where its true tokens end; the sequence has them.
+        """
+        if seq.scratch and self.linear is not None:
+            self.linear.settle(seq, end - seq.num_computed_tokens)
         seq.num_computed_tokens = end
         if self.enabled:
             seq.update_block_hashes(self.kv.domain)
@@ -222,6 +227,7 @@ class CompositeBlockManager:
         slots: Counter[int] = Counter()
         for seq in sequences:
             slots.update(slot for _, slot in seq.snapshots)
+            slots.update(seq.scratch)
             slots.update([] if seq.live_slot is None else [seq.live_slot])
             slots.update([] if seq.state_source is None else [seq.state_source.slot_id])
         for id_ in range(1, self.linear.pool.num_ids):

@@ -17,7 +17,8 @@ class LinearStateBlockManager:
     unreferenced ones are evicted for live slots (`participates_in_admission` is False).
 
     Saving never takes the slots that sequences not yet running will need: `max_num_seqs` live slots
-    are always obtainable, except for the sources pinned by the present step.
+    are always obtainable, except for the sources pinned by the present step, and so are the
+    `num_scratch` of each in which a verify step leaves its states.
     """
 
     participates_in_admission = False
@@ -30,11 +31,13 @@ class LinearStateBlockManager:
         checkpoint_every: int,
         max_num_seqs: int,
         enable_prefix_caching: bool = True,
+        num_scratch: int = 0,
     ) -> None:
         self.chunk_stride = domain.step
         self.domain = domain
         self.checkpoint_every = checkpoint_every
         self.max_num_seqs = max_num_seqs
+        self.num_scratch = num_scratch
         self.enabled = enable_prefix_caching
         self.cache = LinearStatePrefixCache(domain.step)
         self.pool = BlockPool(num_slots, on_evict=self.cache.forget)
@@ -141,6 +144,38 @@ class LinearStateBlockManager:
         source = seq.state_source
         return LinearStateCacheOp(seq.live_slot, True, source.slot_id, source.boundary)
 
+    # ---- drafts
+
+    def take_scratch(self, seq: CachedSequence, count: int) -> bool:
+        """A slot for the state after each of `count` tokens; False, and none taken, where the live
+        slots that others will need would not be left."""
+        assert not seq.scratch, "the drafts of an earlier step were not settled"
+        if self.pool.num_available < count + max(0, self.max_num_seqs - self.num_live):
+            return False
+        seq.scratch = [slot for _ in range(count) if (slot := self.pool.allocate()) is not None]
+        return True
+
+    def settle(self, seq: CachedSequence, num_tokens: int) -> None:
+        """The first `num_tokens` of the step's tokens are true: go on in the slot after the last of
+        them. Nothing is copied; a save point among the others is published from its own slot."""
+        assert seq.live_slot is not None and 1 <= num_tokens <= len(seq.scratch)
+        for index, slot in enumerate(seq.scratch[: num_tokens - 1]):
+            boundary = seq.num_computed_tokens + index + 1
+            if boundary % self.chunk_stride == 0 and self._is_save_point(seq, boundary):
+                save = self._save_at(seq, boundary)
+                self._withdraw_last_decode_state(seq)
+                self._publish(seq, slot, save)
+                if self.pool.is_published(slot):
+                    seq.decode_checkpoint = (save.key, slot)
+        self.pool.release(seq.live_slot)
+        seq.live_slot = seq.scratch.pop(num_tokens - 1)
+        self._release_scratch(seq)
+
+    def _release_scratch(self, seq: CachedSequence) -> None:
+        for slot in seq.scratch:
+            self.pool.release(slot)
+        seq.scratch.clear()
+
     # ---- saving
 
     def flush_save(self, seq: CachedSequence, *, rotate: bool) -> None:
@@ -189,7 +224,8 @@ class LinearStateBlockManager:
         if self.cache.contains(save.key, save.provenance):
             self.saves_skipped["duplicate"] += 1
             return None
-        if self.pool.num_available <= max(0, self.max_num_seqs - self.num_live):
+        to_come = max(0, self.max_num_seqs - self.num_live)
+        if self.pool.num_available <= to_come + self.max_num_seqs * self.num_scratch:
             self.saves_skipped["no_slot"] += 1
             return None
         return self.pool.allocate()
@@ -216,6 +252,7 @@ class LinearStateBlockManager:
         for _, slot in seq.snapshots:
             self.pool.release(slot)
         seq.snapshots.clear()
+        self._release_scratch(seq)
         self._release_source(seq)
         if seq.live_slot is not None:
             self.pool.release(seq.live_slot)

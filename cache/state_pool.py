@@ -22,7 +22,8 @@ _ALIGN_BYTES = (
 
 @dataclass(frozen=True)
 class StateShape:
-    """What one slot holds: L layers of a state [HV, V, K] float32 and a window [W-1, C]."""
+    """What one slot holds: L layers of a state [HV, V, K] float32 and a window [W-1, C], and for
+    drafting the last hidden row of the model [hidden_size] (0: none)."""
 
     num_layers: int
     num_value_heads: int
@@ -31,6 +32,7 @@ class StateShape:
     window_rows: int
     conv_channels: int
     window_dtype: torch.dtype
+    hidden_size: int = 0
 
     @property
     def states_bytes(self) -> int:
@@ -46,8 +48,12 @@ class StateShape:
         return _round_up(self.states_bytes)
 
     @property
-    def slot_bytes(self) -> int:
+    def hidden_offset(self) -> int:
         return self.windows_offset + _round_up(self.windows_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.hidden_offset + _round_up(self.hidden_size * self.window_dtype.itemsize)
 
 
 def _round_up(num_bytes: int) -> int:
@@ -55,10 +61,11 @@ def _round_up(num_bytes: int) -> int:
 
 
 class StatePool:
-    """arena [num_slots, slot_bytes] uint8, and two strided views of it.
+    """arena [num_slots, slot_bytes] uint8, and strided views of it.
 
     states  [num_slots, L, HV, V, K] float32, K contiguous
     windows [num_slots, L, W-1, C] in the model's dtype, the oldest token first
+    hidden  [num_slots, hidden_size] in the model's dtype
     A slot is one contiguous span with all layers: restoring, offloading or loading it is one copy.
     Slot 0 is padding. The pool owns the memory, `LinearStateBlockManager` owns the ids.
     """
@@ -81,6 +88,7 @@ class StatePool:
             shape.windows_offset,
             (shape.num_layers, shape.window_rows, shape.conv_channels),
         )
+        self.hidden = self._view(shape.window_dtype, shape.hidden_offset, (shape.hidden_size,))
 
     def _view(self, dtype: torch.dtype, offset_bytes: int, inner: tuple[int, ...]) -> torch.Tensor:
         typed = self.arena.view(dtype)  # [num_slots, slot_bytes / itemsize]

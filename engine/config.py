@@ -32,6 +32,8 @@ class EngineConfig:
     delta_rule, matmul: with Triton, "fla" prefills with flash-linear-attention's chunk kernel and
         "library" multiplies with the library's matmul, for comparison: a hit may then change bits.
     hash_seed: seed of the prefix hashes.
+    num_speculative_tokens: how many tokens the model's draft head (`mtp.*`) guesses for each step
+        to verify; 0: it is not loaded. Output bits are the same with and without.
     memory_budget_bytes: for states and K/V together.
     max_model_len: longest prompt + answer; None: the model's own limit.
     """
@@ -51,6 +53,7 @@ class EngineConfig:
     delta_rule: str = "own"
     matmul: str = "invariant"
     hash_seed: int = 0
+    num_speculative_tokens: int = 0
     memory_budget_bytes: int = 2 << 30
     max_model_len: int | None = None
 
@@ -101,6 +104,13 @@ class EngineConfig:
         self._require(self.matmul in MATMULS, "matmul", f"must be in {MATMULS}")
         self._require(self.dtype in (None, *_DTYPES), "dtype", f"must be None or in {_DTYPES}")
         self._require(0 <= self.hash_seed < 1 << 64, "hash_seed", "must be in [0, 2**64)")
+        drafts = self.num_speculative_tokens
+        self._require(0 <= drafts <= 16, "num_speculative_tokens", "must be in [0, 16]")
+
+    @property
+    def num_scratch(self) -> int:
+        """Slots in which a verify step leaves one sequence's states: one for each of its tokens."""
+        return self.num_speculative_tokens + 1 if self.num_speculative_tokens else 0
 
     def _check_types(self) -> None:
         for field in fields(self):
@@ -129,7 +139,7 @@ def pool_sizes(
     budget does not hold the live slots and one stride of K/V.
     """
     block_bytes = config.block_size * kv_bytes_per_token
-    live_slots = config.max_num_seqs + 1
+    live_slots = config.max_num_seqs * (1 + config.num_scratch) + 1
     left = config.memory_budget_bytes
     fixed_slots = config.num_slots if config.num_slots is not None else live_slots
     left -= slot_bytes * fixed_slots

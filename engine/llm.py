@@ -65,9 +65,10 @@ class LLM:
             delta_rule=engine_config.delta_rule,
             matmul=engine_config.matmul,
         )
-        weights = read_weights(model, model_config)
+        draft = engine_config.num_speculative_tokens > 0
+        weights = read_weights(model, model_config, draft=draft)
         loaded = Qwen35Model(
-            model_config, weights, dtype=dtype, device=engine_config.device, ops=ops
+            model_config, weights, dtype=dtype, device=engine_config.device, ops=ops, draft=draft
         )
         self._start(loaded, engine_config, Tokenizer.from_directory(model))
 
@@ -90,6 +91,11 @@ class LLM:
         if self.max_model_len > limit:
             raise ValueError(f"max_model_len={self.max_model_len}: the model ends at {limit}")
         shape = model.state_shape
+        if config.num_speculative_tokens and shape is None:
+            raise ValueError(
+                f"num_speculative_tokens={config.num_speculative_tokens}: the model has no "
+                "recurrent layers, and drafting starts from what lies in their slots; use 0"
+            )
         num_slots, num_blocks = pool_sizes(
             config,
             slot_bytes=0 if shape is None else shape.slot_bytes,
@@ -106,6 +112,7 @@ class LLM:
                 checkpoint_every=config.checkpoint_every,
                 max_num_seqs=config.max_num_seqs,
                 enable_prefix_caching=caching,
+                num_scratch=config.num_scratch,
             )
         self.manager = CompositeBlockManager(
             KVBlockManager(
@@ -116,7 +123,7 @@ class LLM:
             linear,
             enable_prefix_caching=caching,
         )
-        self.scheduler = Scheduler(config, self.manager)
+        self.scheduler = Scheduler(config, self.manager, max_model_len=self.max_model_len)
         self._requests: dict[str, Sequence] = {}
         self.failed_request_ids: tuple[str, ...] = ()
 
@@ -139,19 +146,35 @@ class LLM:
         try:
             result = self.worker.execute(batch)
             rows = [row for row in result.rows if row.needs_logits]
-            choices = sample([row.seq for row in rows], result.logits)
+            drafts = {row: guesses for row, guesses in zip(result.rows, result.drafts, strict=True)}
+            choices = sample(
+                [row.seq for row in rows], [drafts[row] for row in rows], result.logits
+            )
         except BaseException:
             self.failed_request_ids = tuple(row.seq.request_id for row in batch.rows)
             with self._whole():
                 self.scheduler.rollback(batch)
             raise
         with self._whole():
-            broken = [row for row, choice in zip(rows, choices, strict=True) if choice is None]
-            self.scheduler.commit(batch, cold=result.cold, broken=broken)
-            for row, choice in zip(rows, choices, strict=True):
-                if choice is not None and not row.seq.abort_requested:
-                    self._append(row.seq, choice)
+            broken = [row for row, chosen in zip(rows, choices, strict=True) if chosen is None]
+            finished: dict[Sequence, str] = {}
+            ends: dict[Sequence, int] = {}
+            for row, chosen in zip(rows, choices, strict=True):
+                if chosen is not None and not row.seq.abort_requested:
+                    ends[row.seq] = row.start + self._take_in(row.seq, chosen, finished)
+            self.scheduler.commit(batch, cold=result.cold, broken=broken, ends=ends)
+            for seq, reason in finished.items():
+                self.scheduler.finish(seq, reason)
         return self._outputs(rows)
+
+    def _take_in(self, seq: Sequence, chosen: list[Choice], finished: dict[Sequence, str]) -> int:
+        """Append tokens up to the one that ends the request; returns how many."""
+        for count, choice in enumerate(chosen, start=1):
+            reason = self._append(seq, choice)
+            if reason is not None:
+                finished[seq] = reason
+                return count
+        return len(chosen)
 
     def _outputs(self, advanced: list[ScheduledRow]) -> list[RequestOutput]:
         """Of the rows that got a token, and of every request that has ended, which is dropped."""
@@ -179,8 +202,8 @@ class LLM:
             seq.answer.restart(seq.generated_token_ids)
         self.scheduler.start_over(unfinished)
 
-    def _append(self, seq: Sequence, choice: Choice) -> None:
-        """Add a new token and end the request if that is what it means."""
+    def _append(self, seq: Sequence, choice: Choice) -> str | None:
+        """Add a new token; returns the reason if it ends the request."""
         if seq.first_token_time is None:
             seq.first_token_time = time.perf_counter()
         token_id = choice.token_id
@@ -191,11 +214,9 @@ class LLM:
             seq.logits.append(choice.logits)
         stops = seq.sampling.stops_at(token_id, self.model_config.eos_token_ids)
         full = seq.num_generated >= seq.sampling.max_tokens or seq.num_tokens >= self.max_model_len
-        if seq.answer.append(token_id, last=stops or full) or stops:
-            self.scheduler.finish(seq, "stop")
-        elif full:
-            self.scheduler.finish(seq, "length")
+        stops |= seq.answer.append(token_id, last=stops or full)
         seq.num_settled = seq.num_generated
+        return "stop" if stops else "length" if full else None
 
     def _drop(self, seq: Sequence) -> None:
         self._requests.pop(seq.request_id, None)

@@ -2,15 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 import torch
 
 from cache.state_pool import StatePool, StateShape
-from engine.batch import ModelInputs, StateSlots
+from engine.batch import ModelInputs, ScheduledRow, draft_inputs
+from engine.draft_head import DraftHead
 from engine.model_config import ModelConfig
 from engine.weights import expected_tensors
 from kernels import Ops, ops_for
 from kernels.heads import split_heads
+from kernels.ids import Ids
 
 Tensors = dict[str, torch.Tensor]
 
@@ -45,7 +48,7 @@ class GatedDeltaNet:
         if P:
             mixed.append(self._prefill(qkv[:P], a[:P], b[:P], inputs, pool))
         if N:
-            mixed.append(self._step(qkv[P:], a[P:], b[P:], inputs.decode_slots, pool))
+            mixed.append(self._step(qkv[P:], a[P:], b[P:], inputs, pool))
         o = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         z = z.unflatten(-1, (heads, -1))
         normed = self.ops.gated_rms_norm(o, z, self.norm, eps=c.rms_norm_eps)
@@ -76,7 +79,7 @@ class GatedDeltaNet:
         qkv: torch.Tensor,
         a: torch.Tensor,
         b: torch.Tensor,
-        slots: StateSlots,
+        inputs: ModelInputs,
         pool: StatePool,
     ) -> torch.Tensor:
         return self.ops.gated_delta_net_step(
@@ -89,8 +92,9 @@ class GatedDeltaNet:
             pool.windows[:, self.index],
             pool.states[:, self.index],
             num_key_heads=self.config.linear_num_key_heads,
-            read_slots=slots.read,
-            write_slots=slots.write,
+            read_slots=inputs.decode_slots.read,
+            write_slots=inputs.decode_slots.write,
+            cu_seqlens=inputs.decode_cu_seqlens,
         )
 
 
@@ -113,16 +117,12 @@ class GatedAttention:
     ) -> torch.Tensor:
         """x [R, hidden] -> [R, hidden]"""
         c, ops = self.config, self.ops
-        heads, kv, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
         P, N = inputs.num_prefill_tokens, inputs.num_decodes
-        q_gate, k, v = self.in_proj(x, P).split([2 * heads * D, kv * D, kv * D], dim=-1)
-        q, gate = q_gate.unflatten(-1, (heads, 2, D)).unbind(2)  # per head: query, then gate
+        q_gate = self.write_kv(x, inputs, kv_cache, rotations)
+        # Per head: query, then gate.
+        q, gate = q_gate.unflatten(-1, (c.num_attention_heads, 2, c.head_dim)).unbind(2)
         q = ops.qk_norm_rotary(q, self.q_norm, *rotations, eps=c.rms_norm_eps)
-        k = ops.qk_norm_rotary(
-            k.unflatten(-1, (kv, D)), self.k_norm, *rotations, eps=c.rms_norm_eps
-        )
         k_cache, v_cache = kv_cache[self.index]
-        ops.write_kv(k, v.unflatten(-1, (kv, D)), k_cache, v_cache, inputs.kv_indices)
         mixed = []
         if P:
             prefilled = ops.attention_prefill(
@@ -147,6 +147,26 @@ class GatedAttention:
             mixed.append(decoded)
         o = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         return self.out_proj(o.flatten(1), P)
+
+    def write_kv(
+        self,
+        x: torch.Tensor,
+        inputs: ModelInputs,
+        kv_cache: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Write the K/V rows of x [R, hidden]; returns the queries and gates as projected."""
+        c = self.config
+        heads, kv, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        projected = self.in_proj(x, inputs.num_prefill_tokens)
+        q_gate, k, v = projected.split([2 * heads * D, kv * D, kv * D], dim=-1)
+        k = self.ops.qk_norm_rotary(
+            k.unflatten(-1, (kv, D)), self.k_norm, *rotations, eps=c.rms_norm_eps
+        )
+        k_cache, v_cache = kv_cache[self.index]
+        v = v.unflatten(-1, (kv, D))
+        self.ops.write_kv(k, v, k_cache, v_cache, inputs.kv_indices)
+        return q_gate
 
 
 class DecoderLayer:
@@ -186,6 +206,18 @@ class DecoderLayer:
         x += self.down(self.ops.swiglu(self.gate_up(h, P)), P)
         return x
 
+    def write_kv(
+        self,
+        x: torch.Tensor,
+        inputs: ModelInputs,
+        kv_cache: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Of an attention layer: write the K/V rows of x [R, hidden], and compute no more."""
+        assert isinstance(self.mixer, GatedAttention)
+        h = self.ops.rms_norm(x, self.input_norm, eps=self.eps)
+        self.mixer.write_kv(h, inputs, kv_cache, rotations)
+
 
 class Qwen35Model:
     """All layers, the embedding and the head.
@@ -193,6 +225,7 @@ class Qwen35Model:
     ops: `kernels.ops_for`; None: what the device takes by itself.
     weights: (canonical name, tensor), one at a time (`engine.weights.read_weights`); each layer is
     packed when its last tensor has come, so at most one layer is held twice.
+    draft: build the draft head too; the weights hold its `mtp.*` tensors.
     """
 
     def __init__(
@@ -203,6 +236,7 @@ class Qwen35Model:
         dtype: torch.dtype,
         device: str = "cpu",
         ops: Ops | None = None,
+        draft: bool = False,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.ops = ops_for(device) if ops is None else ops
@@ -216,12 +250,18 @@ class Qwen35Model:
         )
         self._layers: dict[int, DecoderLayer] = {}
         sizes = Counter(
-            int(name.split(".")[1]) for name in expected_tensors(config) if "layers." in name
+            int(name.split(".")[1])
+            for name in expected_tensors(config)
+            if name.startswith("layers.")
         )
         pending: dict[int, Tensors] = {}
+        mtp: Tensors = {}
         for name, tensor in weights:
             vector = tensor.ndim == 1  # norms, A_log, dt_bias stay as precise as the files are
             tensor = tensor.to(device, tensor.dtype if vector else dtype)
+            if name.startswith("mtp."):
+                mtp[name.removeprefix("mtp.")] = tensor
+                continue
             if not name.startswith("layers."):
                 self._take(name, tensor)
                 continue
@@ -235,6 +275,17 @@ class Qwen35Model:
         if config.tie_word_embeddings:
             self.head = self.ops.linear(self.embedding)
         self._cos, self._sin = (table.to(device) for table in _rotations(config))
+        self.draft_head = self._build_draft_head(mtp) if draft else None
+
+    def _build_draft_head(self, tensors: Tensors) -> DraftHead:
+        prefix = "layers.0."
+        names = [name for name in tensors if name.startswith(prefix)]
+        of_layer = {name.removeprefix(prefix): tensors.pop(name) for name in names}
+        index = self.config.num_full_layers  # behind the K/V of the model's own layers
+        layer = DecoderLayer(of_layer, self.config, "full_attention", index, self.ops)
+        return DraftHead(
+            tensors, layer, self.config, self.ops, embedding=self.embedding, head=self.head
+        )
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         if name == "embed_tokens.weight":
@@ -265,6 +316,7 @@ class Qwen35Model:
             window_rows=c.linear_conv_kernel_dim - 1,
             conv_channels=c.conv_channels,
             window_dtype=self.dtype,
+            hidden_size=0 if self.draft_head is None else c.hidden_size,
         )
 
     def make_pools(
@@ -276,7 +328,7 @@ class Qwen35Model:
         pool = None if shape is None else StatePool(num_slots, shape, self.device, self.ops)
         heads = (c.num_key_value_heads, c.head_dim)
         kv_cache = torch.zeros(
-            c.num_full_layers,
+            c.num_full_layers + (self.draft_head is not None),
             2,
             num_blocks,
             block_size,
@@ -294,10 +346,39 @@ class Qwen35Model:
         rotations = self._cos[inputs.positions], self._sin[inputs.positions]
         for layer in self.layers:
             x = layer(x, inputs, pool, kv_cache, rotations)
+        eps = self.config.rms_norm_eps
+        if self.draft_head is not None:
+            assert pool is not None
+            hidden = self.ops.rms_norm(x, self.norm, eps=eps)
+            self.draft_head.remember(hidden, inputs, pool.hidden, kv_cache, rotations)
         if not len(inputs.logit_rows):
             return torch.empty(0, self.config.vocab_size)
         rows = x[inputs.logit_rows]
-        return self.head(self.ops.rms_norm(rows, self.norm, eps=self.config.rms_norm_eps)).float()
+        return self.head(self.ops.rms_norm(rows, self.norm, eps=eps)).float()
+
+    def draft(
+        self,
+        rows: Seq[ScheduledRow],
+        read_slots: Seq[int],
+        pool: StatePool,
+        kv_cache: torch.Tensor,
+    ) -> list[list[int]]:
+        """The tokens that are likeliest to follow each row's last known one: `num_drafts` of it.
+
+        read_slots: where each row finds its state, and the hidden row that goes with it.
+        """
+        assert self.draft_head is not None
+        tokens = Ids([row.seq.token_ids[row.start] for row in rows], self.device).tensor
+        hidden = pool.hidden[Ids(read_slots, self.device).tensor]
+        guessed = []
+        block_size = kv_cache.shape[3]
+        for depth in range(max(row.num_drafts for row in rows)):
+            inputs = draft_inputs(rows, depth, block_size=block_size, device=self.device)
+            rotations = self._cos[inputs.positions], self._sin[inputs.positions]
+            tokens, hidden = self.draft_head.guess(tokens, hidden, inputs, kv_cache, rotations)
+            guessed.append(tokens)
+        columns = torch.stack(guessed, dim=1).tolist()
+        return [ids[: row.num_drafts] for ids, row in zip(columns, rows, strict=True)]
 
 
 def _rotations(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,6 +71,7 @@ class EngineStats:
 
     queries: requests whose prompt has been computed; hits: those that reused something.
     tokens_prefilled: prompt tokens that steps computed, again after a preemption too;
+    tokens_drafted, tokens_accepted: guesses of the draft head, and those that were right.
     tokens_prefilled_idle: those of background requests, not among the others.
     smallest_prompt_that_can_hit: tokens; shorter prompts miss with `below_stride`.
     """
@@ -81,6 +82,8 @@ class EngineStats:
     tokens_prefilled: int
     tokens_prefilled_idle: int
     misses: dict[str, int]
+    tokens_drafted: int
+    tokens_accepted: int
     saves: int
     saves_skipped: dict[str, int]
     cold_starts: int
@@ -113,6 +116,8 @@ class EngineStats:
             tokens_prefilled=scheduler.num_tokens_prefilled,
             tokens_prefilled_idle=scheduler.num_tokens_prefilled_idle,
             misses={str(reason): count for reason, count in manager.misses.items()},
+            tokens_drafted=scheduler.num_drafted,
+            tokens_accepted=scheduler.num_accepted,
             saves=0 if linear is None else linear.num_saves,
             saves_skipped={} if linear is None else dict(linear.saves_skipped),
             cold_starts=scheduler.num_cold_starts,

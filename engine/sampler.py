@@ -4,7 +4,9 @@ Pure: the choice depends on the row, the request's settings and its seed and len
 batch, on what was drawn before, or on how often a step was tried.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import xxhash
@@ -21,36 +23,56 @@ class Choice:
     logits: torch.Tensor | None
 
 
-def sample(seqs: list[Sequence], logits: torch.Tensor) -> list[Choice | None]:
-    """The next token of each, logits [N, vocab] float32; None where they hold NaN or infinity.
+def sample(
+    seqs: Seq[Sequence], drafts: Seq[Seq[int]], logits: torch.Tensor
+) -> list[list[Choice] | None]:
+    """The next tokens of each sequence; None where its logits hold NaN or infinity.
 
-    What greedy requests need is read back at once; other rows are brought to the host, so that
-    seeded draws are the same on every device.
+    logits [sum of 1 + drafts, vocab] float32: after the last known token of each, and after each
+    guess. A guess that is the very token chosen there is accepted, and the row after it chooses the
+    next: what is chosen, greedy or drawn, is what would be without guesses. What greedy requests
+    need is read back at once; other rows are brought to the host, so that seeded draws are the same
+    on every device.
     """
     if not seqs:
         return []
     finite = logits.amax(-1).isfinite()  # the maximum of NaN is NaN; single entries may be -inf
     read_back = torch.stack([finite.long(), logits.argmax(-1)]).tolist()
+    rows = zip(logits, *read_back, strict=True)
     return [
-        _choose(seq, row, likeliest) if is_finite else None
-        for seq, row, is_finite, likeliest in zip(seqs, logits, *read_back, strict=True)
+        _accepted(seq, guesses, list(islice(rows, 1 + len(guesses))))
+        for seq, guesses in zip(seqs, drafts, strict=True)
     ]
 
 
-def _choose(seq: Sequence, logits: torch.Tensor, likeliest: int) -> Choice:
+def _accepted(
+    seq: Sequence, guesses: Seq[int], rows: Seq[tuple[torch.Tensor, int, int]]
+) -> list[Choice] | None:
+    choices: list[Choice] = []
+    for guess, (logits, is_finite, likeliest) in zip([*guesses, None], rows, strict=True):
+        if not is_finite:
+            return None
+        choices.append(_choose(seq, len(choices), logits, likeliest))
+        if choices[-1].token_id != guess:
+            break
+    return choices
+
+
+def _choose(seq: Sequence, ahead: int, logits: torch.Tensor, likeliest: int) -> Choice:
+    """ahead: how many tokens are chosen already that seq does not have yet."""
     params = seq.sampling
     if params.temperature > 0.0 or params.return_logits or params.logprobs is not None:
         logits = logits.cpu()
-    token_id = likeliest if params.temperature == 0.0 else _draw(seq, logits)
+    token_id = likeliest if params.temperature == 0.0 else _draw(seq, ahead, logits)
     logprobs = None
     if params.logprobs is not None:
         logprobs = _top_logprobs(logits, token_id, params.logprobs)
     return Choice(token_id, logprobs, logits.clone() if params.return_logits else None)
 
 
-def _draw(seq: Sequence, logits: torch.Tensor) -> int:
+def _draw(seq: Sequence, ahead: int, logits: torch.Tensor) -> int:
     params = seq.sampling
-    key = seq.seed.to_bytes(8, "little") + seq.num_generated.to_bytes(8, "little")
+    key = seq.seed.to_bytes(8, "little") + (seq.num_generated + ahead).to_bytes(8, "little")
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key) >> 1)
     scaled = ((logits - logits.max()).double() / params.temperature).float()
     if params.top_k and params.top_k < len(scaled):

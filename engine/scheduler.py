@@ -2,7 +2,7 @@
 
 import logging
 from bisect import insort
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from cache.composite_block_manager import CompositeBlockManager, Match, MissReason
 from cache.hashing import Provenance
@@ -30,8 +30,15 @@ class Scheduler:
     or `rollback`; an abort in between takes effect there.
     """
 
-    def __init__(self, config: EngineConfig, manager: CompositeBlockManager) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        manager: CompositeBlockManager,
+        *,
+        max_model_len: int = 1 << 62,
+    ) -> None:
         self.config = config
+        self.max_model_len = max_model_len
         self.manager = manager
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -40,6 +47,8 @@ class Scheduler:
         self._num_added = 0
         self.num_preemptions = 0
         self.num_cold_starts = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
         self.num_tokens_prefilled = 0
         self.num_tokens_prefilled_idle = 0
 
@@ -90,12 +99,14 @@ class Scheduler:
         Returns the prefill budget that is left; 0 when a running prefill had to wait.
         """
         num_decodes = sum(not seq.in_prefill for seq in self.running)
-        budget = max(self.config.max_num_batched_tokens - num_decodes, self.config.chunk_stride)
+        num_decoded = num_decodes * (1 + self.config.num_speculative_tokens)
+        budget = max(self.config.max_num_batched_tokens - num_decoded, self.config.chunk_stride)
         for seq in list(self.running):
             if seq.status is not Status.RUNNING:  # an older one has preempted it
                 continue
             if not seq.in_prefill:
-                self._schedule_running(batch, seq, _stay(seq), seq.num_computed_tokens + 1)
+                if not self._add_verify_row(batch, seq):
+                    self._schedule_running(batch, seq, _stay(seq), seq.num_computed_tokens + 1)
                 continue
             match = self._match(seq)
             end = self._prefill_end(seq, match.boundary, budget)
@@ -151,6 +162,27 @@ class Scheduler:
             self._preempt(self.running[-1])
         return True
 
+    def _add_verify_row(self, batch: Batch, seq: Sequence) -> bool:
+        """Add a row of the last known token and guesses; False, and nothing taken, if there is no
+        point in guessing or no room for it. Nobody is preempted for guesses."""
+        linear, start = self.manager.linear, seq.num_computed_tokens
+        most = seq.sampling.max_tokens - seq.num_generated - 1
+        count = min(
+            self.config.num_speculative_tokens, most, self.max_model_len - seq.num_tokens - 1
+        )
+        if count < 1 or linear is None or start + 1 < seq.num_tokens:  # the last: it replays
+            return False
+        end = start + 1 + count
+        held = len(seq.block_table)
+        if not self.manager.allocate(seq, _stay(seq), end):
+            return False
+        if not linear.take_scratch(seq, 1 + count):
+            self.manager.kv.truncate(seq, held)
+            return False
+        scratch = tuple(seq.scratch)
+        batch.rows.append(ScheduledRow(seq, start, end, linear.cache_op(seq), (), scratch))
+        return True
+
     def _add_row(self, batch: Batch, seq: Sequence, match: Match, end: int) -> bool:
         """Take everything the row needs and add it; False, and nothing taken, if it can't."""
         reused = match.boundary - seq.num_computed_tokens
@@ -175,9 +207,11 @@ class Scheduler:
         *,
         cold: Collection[ScheduledRow] = (),
         broken: Collection[ScheduledRow] = (),
+        ends: Mapping[Sequence, int] | None = None,
     ) -> None:
         """The batch was issued, except for the `cold` rows, whose restore failed.
 
+        ends: where the true tokens of a verify row end; those it does not name keep one token.
         Publishes what the step wrote. Cold rows start again from token 0 and reuse nothing. The
         `broken` rows have no finite logits: they end with "error", and their prefix is taken out
         of the index.
@@ -196,12 +230,22 @@ class Scheduler:
                 continue
             else:
                 self._count_prefilled(row)
-                self.manager.commit(seq, row.end)
+                end = self._true_end(row, ends or {})
+                self.manager.commit(seq, end)
                 if not seq.in_prefill and not seq.was_counted:
                     seq.was_counted = True
                     self.manager.count_query(seq.num_cached_tokens, seq.miss_reason)
             if seq.abort_requested:
                 self.finish(seq, "abort")
+
+    def _true_end(self, row: ScheduledRow, ends: Mapping[Sequence, int]) -> int:
+        """Where the tokens that the row computed stop being true."""
+        if not row.scratch:
+            return row.end
+        end = ends.get(row.seq, row.start + 1)
+        self.num_drafted += row.num_drafts
+        self.num_accepted += end - row.start - 1
+        return end
 
     def _count_prefilled(self, row: ScheduledRow) -> None:
         if row.is_prefill and row.seq.background:

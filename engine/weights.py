@@ -1,9 +1,9 @@
 """Tensor names and shapes of a Qwen3.5 text model, and the reader that brings them in.
 
 Names are canonical: without the `model.` or `model.language_model.` prefix of the files, for
-example `layers.0.linear_attn.in_proj_qkv.weight`. The vision tower and the draft head (`mtp.*`)
-are not read. Everything is checked from the headers first; then one tensor at a time is read into
-memory of its own, so loading needs the finished model plus one tensor.
+example `layers.0.linear_attn.in_proj_qkv.weight`. The vision tower is not read, the draft head
+(`mtp.*`) only if asked for. Everything is checked from the headers first; then one tensor at a time
+is read into memory of its own, so loading needs the finished model plus one tensor.
 """
 
 import re
@@ -26,29 +26,43 @@ from engine.weight_files import (
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 _PREFIX = re.compile(r"^model\.(language_model\.)?")
-_IGNORED = re.compile(r"^(model\.)?visual\.|^mtp\.")
+_IGNORED = re.compile(r"^(model\.)?visual\.")
+_DRAFT = re.compile(r"^mtp\.")
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of the model, by canonical name, in the order the layers run."""
+def expected_tensors(config: ModelConfig, *, draft: bool = False) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of the model, by canonical name, in the order the layers run.
+
+    draft: those of the draft head as well.
+    """
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden)}
     for i, layer_type in enumerate(config.layer_types):
-        linear = layer_type == "linear_attention"
-        mixer = _linear_attention(config) if linear else _full_attention(config)
-        layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (hidden,),
-            **mixer,
-            "post_attention_layernorm.weight": (hidden,),
-            "mlp.gate_proj.weight": (config.intermediate_size, hidden),
-            "mlp.up_proj.weight": (config.intermediate_size, hidden),
-            "mlp.down_proj.weight": (hidden, config.intermediate_size),
-        }
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+        shapes |= {f"layers.{i}.{name}": s for name, s in _layer(config, layer_type).items()}
     shapes["norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    if draft:
+        layer = _layer(config, "full_attention")
+        shapes["mtp.fc.weight"] = (hidden, 2 * hidden)
+        for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            shapes[f"mtp.{norm}.weight"] = (hidden,)
+        shapes |= {f"mtp.layers.0.{name}": shape for name, shape in layer.items()}
     return shapes
+
+
+def _layer(config: ModelConfig, layer_type: str) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    linear = layer_type == "linear_attention"
+    mixer = _linear_attention(config) if linear else _full_attention(config)
+    return {
+        "input_layernorm.weight": (hidden,),
+        **mixer,
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (config.intermediate_size, hidden),
+        "mlp.up_proj.weight": (config.intermediate_size, hidden),
+        "mlp.down_proj.weight": (hidden, config.intermediate_size),
+    }
 
 
 def _linear_attention(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -99,20 +113,21 @@ class WeightsPlan:
         return sum(tensor.end - tensor.start for tensor in self.tensors.values())
 
 
-def plan_weights(path: str | Path, config: ModelConfig) -> WeightsPlan:
+def plan_weights(path: str | Path, config: ModelConfig, *, draft: bool = False) -> WeightsPlan:
     """Check every header of a model directory against the config, and say what to read.
 
     Raises ValueError for files that are missing or corrupt and for tensors that are missing,
     unexpected, there twice, or of another shape or dtype.
     """
     directory = Path(path)
-    shapes = expected_tensors(config)
+    shapes = expected_tensors(config, draft=draft)
     found: dict[str, StoredTensor] = {}
     num_ignored = 0
     for stored in _stored_tensors(directory):
         name = _PREFIX.sub("", stored.name)
         tied_head = name == "lm_head.weight" and config.tie_word_embeddings
-        if tied_head or _IGNORED.match(stored.name):
+        unasked = not draft and _DRAFT.match(stored.name)
+        if tied_head or unasked or _IGNORED.match(stored.name):
             num_ignored += 1
             continue
         if name in found:
@@ -122,6 +137,11 @@ def plan_weights(path: str | Path, config: ModelConfig) -> WeightsPlan:
                 f"{stored.name} in {stored.file.name}"
             )
         found[name] = stored
+    if draft and not any(_DRAFT.match(name) for name in found):
+        raise ValueError(
+            f"{directory}: no mtp.* tensors, so there is nothing to draft with; "
+            "use num_speculative_tokens=0"
+        )
     _check(directory, shapes, found)
     order = {name: i for i, name in enumerate(shapes)}
     first_of_file: dict[Path, int] = {}
@@ -132,13 +152,15 @@ def plan_weights(path: str | Path, config: ModelConfig) -> WeightsPlan:
     return WeightsPlan({name: found[name] for name in names}, num_ignored)
 
 
-def read_weights(path: str | Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def read_weights(
+    path: str | Path, config: ModelConfig, *, draft: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (canonical name, CPU tensor in the file's own dtype), after checking all of them.
 
     The checks run in this call, not at the first `next`; errors are those of `plan_weights`. Each
     tensor owns its memory: nothing keeps it, or a file, alive but the caller.
     """
-    plan = plan_weights(path, config)
+    plan = plan_weights(path, config, draft=draft)
     return ((name, _read_tensor(stored)) for name, stored in plan.tensors.items())
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,15 +37,25 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Logits [num_logits, vocab] float32 of `inputs.logit_rows`."""
 
+    def draft(
+        self,
+        rows: Seq[ScheduledRow],
+        read_slots: Seq[int],
+        pool: StatePool,
+        kv_cache: torch.Tensor,
+    ) -> list[list[int]]:
+        """`num_drafts` guesses for each row; only asked for rows that have any."""
+
 
 @dataclass(frozen=True)
 class StepResult:
-    """rows ran, with logits [num_logits, vocab] in the order of the rows that need them; cold rows
-    did not run."""
+    """rows ran, with logits [num_logits, vocab] in the order of the rows that need them, one for
+    each known or guessed token; drafts: the guesses, by row; cold rows did not run."""
 
     rows: list[ScheduledRow]
     logits: torch.Tensor
     cold: list[ScheduledRow]
+    drafts: list[list[int]]
 
 
 class Worker:
@@ -79,15 +90,31 @@ class Worker:
         ran = [i for i, row in enumerate(batch.rows) if row not in cold]
         rows = [batch.rows[i] for i in ran]
         if not rows:
-            return StepResult([], torch.empty(0, 0), cold)
+            return StepResult([], torch.empty(0, 0), cold, [])
+        reads = [read_slots[i] for i in ran]
+        drafts = self._draft(rows, reads)
         inputs = build_inputs(
             rows,
-            [read_slots[i] for i in ran],
+            reads,
             block_size=self.config.block_size,
             device=self.config.device,
+            drafts=drafts if self.config.num_speculative_tokens else None,
         )
         logits = self.model.forward(inputs, self.state_pool, self.kv_cache)
-        return StepResult(rows, logits, cold)
+        return StepResult(rows, logits, cold, drafts)
+
+    def _draft(self, rows: list[ScheduledRow], reads: list[int]) -> list[list[int]]:
+        """Guesses for each row; none for those that verify nothing."""
+        drafts: list[list[int]] = [[] for _ in rows]
+        which = [i for i, row in enumerate(rows) if row.num_drafts]
+        if which:
+            assert self.state_pool is not None
+            guessed = self.model.draft(
+                [rows[i] for i in which], [reads[i] for i in which], self.state_pool, self.kv_cache
+            )
+            for i, tokens in zip(which, guessed, strict=True):
+                drafts[i] = tokens
+        return drafts
 
     def _restore(self, rows: list[ScheduledRow]) -> tuple[list[int], list[ScheduledRow]]:
         """Where each row reads its state, and the rows that have none to start from."""

@@ -6,13 +6,15 @@ the state, the window and every K/V row of the prefix, so a state that is stale,
 or half-written changes the output.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from cache.state_pool import StatePool, StateShape
-from engine.batch import ModelInputs
+from engine.batch import ModelInputs, ScheduledRow
 from engine.model_config import ModelConfig
 from kernels import KERNEL_CHUNK
 
@@ -86,6 +88,7 @@ class OracleModel:
 
     def __init__(self) -> None:
         self.fail_after: int | None = None  # rows to finish before the forward breaks
+        self.guesses_right: Callable[[int], bool] = lambda position: True
         self.config = ModelConfig(
             vocab_size=VOCAB,
             hidden_size=8,
@@ -108,6 +111,28 @@ class OracleModel:
             fingerprint="oracle",
         )
 
+    def draft(
+        self,
+        rows: Seq[ScheduledRow],
+        read_slots: Seq[int],
+        pool: StatePool,
+        kv_cache: torch.Tensor,
+    ) -> list[list[int]]:
+        """The true next tokens, but where `guesses_right(position)` says no."""
+        drafts = []
+        for row, slot in zip(rows, read_slots, strict=True):
+            state = load(pool, slot)
+            kv_rows = kv_cache[row.seq.block_table].view(-1)[: row.start].tolist()
+            token, guesses = row.seq.token_ids[row.start], []
+            for position in range(row.start + 1, row.end):
+                state.advance(token)
+                kv_rows.append(state.value)
+                token = next_token(state.words(), kv_rows)
+                token = token if self.guesses_right(position) else (token + 1) % VOCAB
+                guesses.append(token)
+            drafts.append(guesses)
+        return drafts
+
     def make_pools(
         self, num_slots: int, num_blocks: int, block_size: int
     ) -> tuple[StatePool, torch.Tensor]:
@@ -120,11 +145,20 @@ class OracleModel:
         lengths = [hi - lo for lo, hi in pairwise(offsets)]
         reads = [*prefill.read.tolist(), *decode.read.tolist()]
         writes = [*prefill.write.tolist(), *decode.write.tolist()]
-        rows = [*lengths, *([1] * inputs.num_decodes)]
+        several = inputs.decode_cu_seqlens
+        ends = list(range(inputs.num_decodes + 1)) if several is None else several.tolist()
+        verified = [hi - lo for lo, hi in pairwise(ends)]
+        rows = [*lengths, *verified]
         snapshots = inputs.snapshot_slots.tolist()
-        _no_hazard(reads, writes, [slot for slot in snapshots if slot >= 0])
-        tables = [*inputs.prefill_block_tables.tolist(), *inputs.decode_block_tables.tolist()]
-        starts = [*inputs.start_positions.tolist(), *(n - 1 for n in inputs.kv_lens.tolist())]
+        writers = [
+            *range(len(lengths)),
+            *(len(lengths) + i for i, n in enumerate(verified) for _ in range(n)),
+        ]
+        _no_hazard(reads, writes, writers, [slot for slot in snapshots if slot >= 0])
+        decode_tables, kv_lens = inputs.decode_block_tables.tolist(), inputs.kv_lens.tolist()
+        tables = [*inputs.prefill_block_tables.tolist(), *(decode_tables[i] for i in ends[:-1])]
+        starts = [*inputs.start_positions.tolist(), *(kv_lens[i] - 1 for i in ends[:-1])]
+        each_write = iter(decode.write.tolist())
         flat = kv_cache.view(-1)
         next_tokens: dict[int, int] = {}
         at, chunk = 0, 0
@@ -132,17 +166,26 @@ class OracleModel:
             if self.fail_after is not None and index >= self.fail_after:
                 raise RuntimeError("the device is gone")
             state = State() if reads[index] < 0 else load(pool, reads[index])
+            decodes = index >= len(lengths)
             for position in range(start, start + length):
                 state.advance(int(inputs.token_ids[at]))
                 flat[inputs.kv_indices.host[at]] = state.value
                 at += 1
+                if decodes:
+                    slot = next(each_write)
+                    store(pool, slot, state)
+                    kv_rows = kv_cache[table].view(-1)[: position + 1].tolist()
+                    next_tokens[at - 1] = next_token(load(pool, slot).words(), kv_rows)
+                    continue
                 done = position + 1 - start
                 if done % KERNEL_CHUNK == 0 or done == length:
                     if index < len(lengths) and snapshots[chunk] >= 0:
                         store(pool, snapshots[chunk], state)
                     chunk += 1
-            store(pool, writes[index], state)
-            words = load(pool, writes[index]).words()
+            if decodes:
+                continue
+            store(pool, prefill.write.tolist()[index], state)
+            words = load(pool, prefill.write.tolist()[index]).words()
             kv_rows = kv_cache[table].view(-1)[: start + length].tolist()
             next_tokens[at - 1] = next_token(words, kv_rows)
         logits = torch.zeros(len(inputs.logit_rows), VOCAB)
@@ -151,7 +194,9 @@ class OracleModel:
         return logits
 
 
-def _no_hazard(reads: list[int], writes: list[int], snapshots: list[int]) -> None:
+def _no_hazard(
+    reads: list[int], writes: list[int], writers: list[int], snapshots: list[int]
+) -> None:
     """Within a step no slot has two writers, and none that is read has a writer but its reader."""
     written = [*writes, *snapshots]
     assert all(slot > 0 for slot in written), f"slot 0 or -1 is written: {written}"
@@ -159,7 +204,10 @@ def _no_hazard(reads: list[int], writes: list[int], snapshots: list[int]) -> Non
     for row, slot in enumerate(reads):
         assert slot != 0, "slot 0 is read"
         assert slot not in snapshots, f"slot {slot} is read and snapshot into"
-        assert slot not in writes or writes.index(slot) == row, f"slot {slot} is read and written"
+        by_itself = slot not in writes or writers[writes.index(slot)] == row
+        assert by_itself, f"slot {slot} is read and written"
+        alone = writers.count(row) == 1 or slot not in writes
+        assert alone, f"slot {slot} is overwritten before its drafts are settled"
 
 
 def _words(pool: StatePool, slot: int) -> tuple[torch.Tensor, torch.Tensor]:

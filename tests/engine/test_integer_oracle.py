@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from hypothesis import event, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from cache.cached_sequence import CachedSequence
 from cache.hashing import Namespace, Provenance, filed_under
 from cache.ops import NO_SLOT, LinearStateCacheOp
 from engine import LLM, EngineConfig, SamplingParams
-from engine.batch import Batch, ScheduledRow
+from engine.batch import Batch
 from engine.worker import StepResult
 from tests.oracle import OracleModel, State, expected_output, load
 
@@ -38,6 +39,8 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.sampled_from([128, 192, 256, 1024]),
         restore=st.sampled_from(["copy", "redirect"]),
         caching=st.sampled_from([True, True, True, False]),
+        drafts=st.sampled_from([0, 0, 1, 2, 5]),
+        period=st.integers(1, 5),
     )
     def start(
         self,
@@ -50,14 +53,18 @@ class EngineMachine(RuleBasedStateMachine):
         budget,
         restore,
         caching,
+        drafts,
+        period,
     ):
         self.model = OracleModel()
+        self.model.guesses_right = lambda position: position % period != 0 or period == 1
         config = EngineConfig(
             chunk_stride=stride,
             block_size=block_size,
             checkpoint_every=every * stride,
             max_num_seqs=max_num_seqs,
-            num_slots=max_num_seqs + 1 + extra_slots,
+            num_slots=max_num_seqs + 1 + extra_slots + (drafts + 1) * (extra_slots % 3),
+            num_speculative_tokens=drafts,
             num_blocks=num_blocks if block_size == 16 else num_blocks // 4,
             max_num_batched_tokens=budget,
             restore=restore,
@@ -155,7 +162,7 @@ class EngineMachine(RuleBasedStateMachine):
             if restored:
                 row = data.draw(st.sampled_from(restored))
                 op = LinearStateCacheOp(row.op.linear_state_id, True, source, row.op.boundary)
-                lost = ScheduledRow(row.seq, row.start, row.end, op, row.snapshots)
+                lost = replace(row, op=op)
                 batch.rows[batch.rows.index(row)] = lost
             return batch
 
@@ -229,7 +236,16 @@ class EngineMachine(RuleBasedStateMachine):
             assert steps < 5_000, "no progress"
         self.bookkeeping_is_whole()
         stats = self.llm.stats()
-        for what in ("hits", "cold_starts", "preemptions", "saves", "state_evictions"):
+        assert 0 <= stats.tokens_accepted <= stats.tokens_drafted
+        for what in (
+            "tokens_drafted",
+            "tokens_accepted",
+            "hits",
+            "cold_starts",
+            "preemptions",
+            "saves",
+            "state_evictions",
+        ):
             if getattr(stats, what):
                 event(what)
         for reason in (*stats.misses, *(f"skip {r}" for r in stats.saves_skipped)):
