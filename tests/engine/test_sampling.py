@@ -94,6 +94,11 @@ def test_top_p_draws_from_the_smallest_set_with_that_much_probability(top_p, exp
     assert_shares(frequencies(top_p=top_p), expected)
 
 
+def test_a_top_p_below_float32_leaves_the_likeliest_token():
+    likeliest = [float(p == PROBS.max()) for p in PROBS]
+    assert_shares(frequencies(top_p=1e-60), likeliest)
+
+
 def test_top_p_counts_what_temperature_and_top_k_have_left():
     # After top_k=2 the likeliest token has 0.5 / 0.8 = 0.625; hot enough, each has about a half.
     assert_shares(frequencies(top_k=2, top_p=0.6), [0, 1.0, 0, 0])
