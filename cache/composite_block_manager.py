@@ -91,19 +91,26 @@ class CompositeBlockManager:
         """Why nothing can be reused above a boundary of this prompt."""
         if seq.num_prompt_tokens <= self.chunk_stride:
             return MissReason.BELOW_STRIDE
-        unseen = above > 0 and reach < above + self.chunk_stride
         linear = self.linear
+        if linear is not None and any(b > above for b in linear.allocate_shared(seq)):
+            return MissReason.KV_SHORTER
+        if seq.exact and self._deepest(seq, Provenance.DECODE) > above:
+            return MissReason.DECODE_ONLY
         if linear is not None:
-            if any(b > above for b in linear.allocate_shared(seq)):
-                return MissReason.KV_SHORTER
-            if any(b > above for b in linear.decoded_boundaries(seq)):
-                return MissReason.DECODE_ONLY
             keys = seq.linear_state_hashes[above // self.chunk_stride :]
-            if any(linear.cache.was_evicted(key) for key in keys):
+            if any(linear.cache.was_evicted(key, seq.accepts) for key in keys):
                 return MissReason.EVICTED
             if above == 0 and linear.cache.holds_only_other_namespaces(seq.namespace):
                 return MissReason.NAMESPACE
+        unseen = above > 0 and reach < above + self.chunk_stride
         return MissReason.UNSEEN if unseen else MissReason.NO_CHECKPOINT
+
+    def _deepest(self, seq: CachedSequence, least: Provenance) -> int:
+        """The deepest boundary with a state and K/V no worse than `least`; 0: none."""
+        limit = min(self.kv.reach(seq, least), seq.num_prompt_tokens - 1)
+        if self.linear is None:
+            return limit // self.chunk_stride * self.chunk_stride
+        return max((b for b in self.linear.boundaries(seq, least) if b <= limit), default=0)
 
     def count_query(self, num_cached_tokens: int, miss_reason: MissReason | None) -> None:
         """Statistics of one request whose prompt is computed: a hit or a miss with its reason."""

@@ -25,11 +25,15 @@ class KVBlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def reach(self, seq: CachedSequence) -> int:
-        """Probe: tokens served by the sequence's own blocks and the published ones that follow."""
+    def reach(self, seq: CachedSequence, least: Provenance | None = None) -> int:
+        """Probe: tokens served by the sequence's own blocks and the published ones that follow.
+
+        least: the least that counts; None: what the sequence accepts.
+        """
+        least = seq.accepts if least is None else least
         seq.update_block_hashes(self.domain)
         index = seq.num_computed_tokens // self.block_size
-        while index < len(seq.block_hashes) and self._find(seq.block_hashes[index], seq.accepts):
+        while index < len(seq.block_hashes) and self._find(seq.block_hashes[index], least):
             index += 1
         return max(seq.num_computed_tokens, index * self.block_size)
 

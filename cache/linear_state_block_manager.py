@@ -17,8 +17,7 @@ class LinearStateBlockManager:
     unreferenced ones are evicted for live slots (`participates_in_admission` is False).
 
     Saving never takes the slots that sequences not yet running will need: `max_num_seqs` live slots
-    are always obtainable, except for the sources pinned by the present step, and so are the
-    `num_scratch` of each in which a verify step leaves its states.
+    are always obtainable, except for the sources pinned by the present step.
     """
 
     participates_in_admission = False
@@ -31,13 +30,11 @@ class LinearStateBlockManager:
         checkpoint_every: int,
         max_num_seqs: int,
         enable_prefix_caching: bool = True,
-        num_scratch: int = 0,
     ) -> None:
         self.chunk_stride = domain.step
         self.domain = domain
         self.checkpoint_every = checkpoint_every
         self.max_num_seqs = max_num_seqs
-        self.num_scratch = num_scratch
         self.enabled = enable_prefix_caching
         self.cache = LinearStatePrefixCache(domain.step)
         self.pool = BlockPool(num_slots, on_evict=self.cache.forget)
@@ -50,12 +47,11 @@ class LinearStateBlockManager:
     def allocate_shared(self, seq: CachedSequence) -> list[int]:
         """Probe: all boundaries that could be restored for this prompt, ascending. K/V-blind."""
         seq.update_linear_state_hashes(self.domain)
-        return self.cache.match(seq.linear_state_hashes, seq.num_prompt_tokens, seq.accepts)
+        return self.boundaries(seq, seq.accepts)
 
-    def decoded_boundaries(self, seq: CachedSequence) -> list[int]:
-        """Probe: the same for a sequence that takes decode states too."""
-        keys = seq.linear_state_hashes
-        return self.cache.match(keys, seq.num_prompt_tokens, Provenance.DECODE)
+    def boundaries(self, seq: CachedSequence, least: Provenance) -> list[int]:
+        """The same with states no worse than `least`. Its keys are there already."""
+        return self.cache.match(seq.linear_state_hashes, seq.num_prompt_tokens, least)
 
     def can_mount(self, seq: CachedSequence, boundary: int) -> bool:
         """Whether, with that checkpoint pinned, a live slot is left for the sequence."""
@@ -108,8 +104,9 @@ class LinearStateBlockManager:
         for boundary in reversed(range(first, end, self.chunk_stride)):
             if not self._is_save_point(seq, boundary):
                 continue
-            slot = self._slot_for_save(self._save_at(seq, boundary))
-            if slot is not None:
+            if self._may_save(self._save_at(seq, boundary)):
+                slot = self.pool.allocate()
+                assert slot is not None, "room was found, but no slot"
                 seq.snapshots.insert(0, (boundary, slot))
 
     def commit(self, seq: CachedSequence) -> None:
@@ -191,24 +188,28 @@ class LinearStateBlockManager:
         if not rotate:
             self._publish(seq, seq.live_slot, save)
             return
+        if not self._may_save(save):
+            return
         decoded = save.boundary > seq.num_prompt_tokens
         if decoded:
             self._withdraw_last_decode_state(seq)
-        new_slot = self._slot_for_save(save)
-        if new_slot is not None:
-            self._publish(seq, seq.live_slot, save)
-            self.set_source(seq, StateSource(seq.live_slot, save.boundary, save.provenance))
-            seq.decode_checkpoint = (save.key, seq.live_slot) if decoded else None
-            seq.live_slot = new_slot
+        new_slot = self.pool.allocate()
+        assert new_slot is not None, "room was found, but no slot"
+        self._publish(seq, seq.live_slot, save)
+        self.set_source(seq, StateSource(seq.live_slot, save.boundary, save.provenance))
+        seq.decode_checkpoint = (save.key, seq.live_slot) if decoded else None
+        seq.live_slot = new_slot
 
     def _withdraw_last_decode_state(self, seq: CachedSequence) -> None:
-        """An answer keeps one state, its latest; the one before makes room for it."""
+        """An answer keeps one state, its latest: the one before makes room for it.
+
+        Only while it is decoded. One that ends on the grid, or was preempted, may leave two.
+        """
         last, seq.decode_checkpoint = seq.decode_checkpoint, None
         if last is None:
             return
         key, slot = last
-        checkpoint = self.cache.find(key, Provenance.DECODE)
-        if checkpoint is not None and checkpoint.slot_id == slot:
+        if self.cache.holds(key, Provenance.DECODE, slot):
             self.quarantine(slot)
 
     def _is_save_point(self, seq: CachedSequence, boundary: int) -> bool:
@@ -220,15 +221,15 @@ class LinearStateBlockManager:
         placed = boundary in (prompt_end, seq.branch_boundary) or boundary in seq.save_points
         return placed or boundary % self.checkpoint_every == 0
 
-    def _slot_for_save(self, save: PendingSave) -> int | None:
+    def _may_save(self, save: PendingSave) -> bool:
+        """Whether it is worth a slot and there is one; if not, the reason is counted."""
         if self.cache.contains(save.key, save.provenance):
             self.saves_skipped["duplicate"] += 1
-            return None
-        to_come = max(0, self.max_num_seqs - self.num_live)
-        if self.pool.num_available <= to_come + self.max_num_seqs * self.num_scratch:
+            return False
+        if self.pool.num_available <= max(0, self.max_num_seqs - self.num_live):
             self.saves_skipped["no_slot"] += 1
-            return None
-        return self.pool.allocate()
+            return False
+        return True
 
     def _publish(self, seq: CachedSequence, slot: int, save: PendingSave) -> None:
         if self.cache.contains(save.key, save.provenance):  # another row of the step was first

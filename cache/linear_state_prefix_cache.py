@@ -46,9 +46,9 @@ class LinearStatePrefixCache:
         self._evicted.clear()
         self._by_namespace.clear()
 
-    def was_evicted(self, key: PrefixHash) -> bool:
-        """Whether a PREFILL one under this key was forgotten (within the last 65,536 of any)."""
-        return key in self._evicted
+    def was_evicted(self, key: PrefixHash, least: Provenance = Provenance.PREFILL) -> bool:
+        """Whether one no worse than `least` was forgotten (within the last 65,536 of any)."""
+        return any(filed_under(key, p) in self._evicted for p in least.accepted)
 
     def match(
         self,
@@ -79,6 +79,11 @@ class LinearStatePrefixCache:
             if found is not None:
                 return found[1]
         return None
+
+    def holds(self, key: PrefixHash, provenance: Provenance, slot_id: int) -> bool:
+        """Whether this very slot is filed under this key and provenance."""
+        found = self._index.find(filed_under(key, provenance))
+        return found is not None and found[0] == slot_id
 
     def insert(self, key: PrefixHash, checkpoint: Checkpoint) -> None:
         """File a checkpoint of the prefix `key` under its provenance."""

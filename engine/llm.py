@@ -91,6 +91,11 @@ class LLM:
         if self.max_model_len > limit:
             raise ValueError(f"max_model_len={self.max_model_len}: the model ends at {limit}")
         shape = model.state_shape
+        if config.num_speculative_tokens and not model.can_draft:
+            raise ValueError(
+                f"num_speculative_tokens={config.num_speculative_tokens}: the model was loaded "
+                "without a draft head; use 0"
+            )
         if config.num_speculative_tokens and shape is None:
             raise ValueError(
                 f"num_speculative_tokens={config.num_speculative_tokens}: the model has no "
@@ -99,7 +104,9 @@ class LLM:
         num_slots, num_blocks = pool_sizes(
             config,
             slot_bytes=0 if shape is None else shape.slot_bytes,
-            kv_bytes_per_token=self.model_config.kv_bytes_per_token(model.dtype.itemsize),
+            kv_bytes_per_token=self.model_config.kv_bytes_per_token(
+                model.dtype.itemsize, draft=model.can_draft
+            ),
             max_model_len=self.max_model_len,
         )
         self.worker = Worker(model, config, num_slots=num_slots, num_blocks=num_blocks)
@@ -112,7 +119,6 @@ class LLM:
                 checkpoint_every=config.checkpoint_every,
                 max_num_seqs=config.max_num_seqs,
                 enable_prefix_caching=caching,
-                num_scratch=config.num_scratch,
             )
         self.manager = CompositeBlockManager(
             KVBlockManager(

@@ -304,6 +304,10 @@ class Qwen35Model:
     # ---- what the engine needs to know
 
     @property
+    def can_draft(self) -> bool:
+        return self.draft_head is not None
+
+    @property
     def state_shape(self) -> StateShape | None:
         c = self.config
         if c.num_linear_layers == 0:
@@ -347,8 +351,8 @@ class Qwen35Model:
         for layer in self.layers:
             x = layer(x, inputs, pool, kv_cache, rotations)
         eps = self.config.rms_norm_eps
-        if self.draft_head is not None:
-            assert pool is not None
+        if inputs.hidden is not None:
+            assert pool is not None and self.draft_head is not None
             hidden = self.ops.rms_norm(x, self.norm, eps=eps)
             self.draft_head.remember(hidden, inputs, pool.hidden, kv_cache, rotations)
         if not len(inputs.logit_rows):

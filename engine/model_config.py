@@ -166,9 +166,10 @@ class ModelConfig:
         columns = self.linear_conv_kernel_dim - 1
         return self.num_linear_layers * columns * self.conv_channels * itemsize
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of K and V of one token over all full-attention layers."""
-        return self.num_full_layers * 2 * self.num_key_value_heads * self.head_dim * itemsize
+    def kv_bytes_per_token(self, itemsize: int, *, draft: bool = False) -> int:
+        """Bytes of K and V of one token over all full-attention layers, the draft head's too."""
+        layers = self.num_full_layers + draft
+        return layers * 2 * self.num_key_value_heads * self.head_dim * itemsize
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "ModelConfig":

@@ -81,8 +81,9 @@ def _draw(seq: Sequence, ahead: int, logits: torch.Tensor) -> int:
     probs = scaled.softmax(-1)
     if params.top_p < 1.0:
         probs, order = probs.sort(descending=True, stable=True)
-        mass_before = probs.cumsum(-1) - probs
-        probs[mass_before >= params.top_p] = 0.0  # the likeliest token always stays
+        dropped = probs.cumsum(-1) - probs >= params.top_p  # the mass before each
+        dropped[0] = False  # the likeliest stays, also where top_p is below what float32 can hold
+        probs[dropped] = 0.0
         return int(order[torch.multinomial(probs, 1, generator=generator)])
     return int(torch.multinomial(probs, 1, generator=generator))
 

@@ -20,7 +20,7 @@ class Scheduler:
     is cut only on the stride grid, counted from token 0, or at the end of the prompt; the first
     prefill of a step always gets a whole stride. When blocks run out, the youngest sequence is
     preempted: it gives everything back, is prefilled again later, and its generated tokens are
-    replayed one by one, so that it continues with the same bits.
+    replayed one by one, so that an exact one continues with the same bits.
 
     Background sequences stay in `idle` until nothing else is left, then run one at a time and a
     stride a step; as soon as somebody else comes they save where they are and go back.
@@ -83,11 +83,10 @@ class Scheduler:
 
     def _turn_to_background(self) -> None:
         """Send background work away when somebody else is there; else let one of it run."""
-        background = [seq for seq in self.running if seq.background]
-        if not self.waiting and not self.running and self.idle:
+        if self.idle and not self.waiting and not self.running:
             self.waiting.append(self.idle.pop(0))
-        elif self.waiting or len(background) < len(self.running):
-            for seq in background:
+        elif self.waiting:
+            for seq in [seq for seq in self.running if seq.background]:
                 if self.manager.linear is not None:
                     self.manager.linear.save_here(seq)
                 self.manager.release(seq)
@@ -190,6 +189,8 @@ class Scheduler:
         limit = self.manager.limit_reason(seq, match) if begins and not seq.was_counted else None
         if not self.manager.allocate(seq, match, end):
             return False
+        if seq.provenance is Provenance.DECODE:
+            seq.reused_decoded = True
         if begins and not seq.was_counted:
             _record_reuse(seq, match, reused, limit)
         if seq.in_prefill:
@@ -340,7 +341,6 @@ def _record_reuse(
 ) -> None:
     """Credit tokens that others computed. When a request starts again it meets its own work in the
     cache: it is credited at most what it reused before."""
-    seq.reused_decoded = seq.provenance is Provenance.DECODE
     if seq.reuse_limit is not None:
         reused = min(reused, seq.reuse_limit - seq.num_cached_tokens)
     if reused > 0:

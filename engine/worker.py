@@ -24,6 +24,10 @@ class Model(Protocol):
     dtype: torch.dtype
 
     @property
+    def can_draft(self) -> bool:
+        """Whether it has a draft head."""
+
+    @property
     def state_shape(self) -> StateShape | None:
         """What a slot holds; None without recurrent layers."""
 

@@ -8,14 +8,14 @@ import argparse
 import importlib
 import json
 import sys
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from experiments import warm_start_report
+from experiments.command_line import question
+from experiments.outcome import picture_of
 from experiments.results_io import RESULTS
 
 SCRIPTS = (
+    "warm_start",
     "recall_accuracy",
     "semantic_drift",
     "ttft_vs_prefix",
@@ -26,37 +26,23 @@ SCRIPTS = (
 )
 
 
-def draw_warm_start(results: dict[str, Any], path: Path) -> None:
-    """The demo's chart."""
-    names = [field.name for field in fields(warm_start_report.RequestRow)]
-    rows = [
-        warm_start_report.RequestRow(**{name: request[name] for name in names})
-        for request in results["requests"]
-    ]
-    warm_start_report.draw(rows, path)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status: 1 if a result is missing or can't be drawn."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=question(__doc__))
     parser.add_argument("folder", type=Path, nargs="?", default=RESULTS, help="of the JSON files")
     folder = parser.parse_args(argv).folder
     failed = 0
-    for name in ("warm_start", *SCRIPTS):
+    for name in SCRIPTS:
         file = folder / f"{name}.json"
         try:
             results = json.loads(file.read_text())
-            if name == "warm_start":
-                draw_warm_start(results, file.with_suffix(".png"))
-            else:
-                importlib.import_module(f"experiments.{name}").draw(
-                    results, file.with_suffix(".png")
-                )
+            draw = importlib.import_module(f"experiments.{name}").draw
+            draw(results, picture_of(file))
         except (OSError, ValueError, KeyError) as error:
             print(f"figures: {file}: {type(error).__name__}: {error}", file=sys.stderr)
             failed += 1
         else:
-            print(f"{file.with_suffix('.png')}: {results['conclusion']}")
+            print(f"{picture_of(file)}: {results['conclusion']}")
     return 1 if failed else 0
 
 

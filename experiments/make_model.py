@@ -45,13 +45,15 @@ def make_model(
     seed: int = 0,
     dtype: str | None = None,
     overrides: dict[str, Any] | None = None,
+    draft: bool = False,
     max_shard_mb: float = DEFAULT_MAX_SHARD_MB,
     show_progress: bool = False,
 ) -> Path:
     """Write a model directory to `out` and return its path.
 
-    `overrides` replaces fields of `config.json`. The directory appears all at once, when it is
-    complete. Raises ValueError for a shape that can't be, or an `out` that holds something.
+    `overrides` replaces fields of `config.json`. draft: with a multi-token-prediction head. The
+    directory appears all at once, when it is complete. Raises ValueError for a shape that can't be,
+    or an `out` that holds something.
     """
     out = Path(out)
     config = model_shapes.hf_config(
@@ -68,7 +70,7 @@ def make_model(
     temporary.mkdir()
     try:
         _write_config_files(temporary, config)
-        plan = plan_tensors(ModelConfig.from_directory(temporary), config["dtype"])
+        plan = plan_tensors(ModelConfig.from_directory(temporary), config["dtype"], draft=draft)
         with Progress(*_COLUMNS, disable=not show_progress) as progress:
             task = progress.add_task(out.name, total=sum(tensor.num_bytes for tensor in plan))
             write_weights(
@@ -121,6 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="number of layers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", help=f"one of {', '.join(CODES)}")
+    parser.add_argument("--mtp", action="store_true", help="with a multi-token-prediction head")
     parser.add_argument("--max-shard-mb", type=float, default=DEFAULT_MAX_SHARD_MB)
     args = parser.parse_args(argv)
     try:
@@ -131,6 +134,7 @@ def main(argv: list[str] | None = None) -> int:
             layers=args.layers,
             seed=args.seed,
             dtype=args.dtype,
+            draft=args.mtp,
             max_shard_mb=args.max_shard_mb,
             show_progress=True,
         )

@@ -16,51 +16,40 @@ option.
 """
 
 import argparse
-import random
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
-from pathlib import Path
-from statistics import mean, median
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import mean
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from cache.cached_sequence import CachedSequence
 from cache.hashing import Namespace
 from engine import LLM, EngineConfig, RequestOutput, SamplingParams
-from engine.builtin import BUILTIN_MODEL_DIR
 from experiments.cold_and_warm import first_difference, serve, warm_up
-from experiments.options import count, results_file, thread_count
-from experiments.plots import COLD, FIRST, LINE, WARM, new_figure, save_figure
-from experiments.recall_documents import answer_turn, make_document, prompt, user_turn
-from experiments.results_io import RESULTS, write_json
+from experiments.command_line import add_model, fill_in, new_parser, question, refused
+from experiments.console import console, tracked
+from experiments.conversations import Turn, conversation_turns, latest_boundaries
+from experiments.engines import check_length, load, same_weights
+from experiments.multi_turn_report import (
+    FIRST_TURN,
+    KV_GONE,
+    LATEST,
+    NO_STATE,
+    aggregated,
+    conclusion,
+    draw,
+    table,
+)
+from experiments.options import count
+from experiments.outcome import asked, failed, publish, remove_results
 
-QUESTION = "Where does each turn of a conversation resume, and why not later?"
+QUESTION = question(__doc__)
+SMALL = {"conversations": 8, "sentences": 120}
+FULL = {"conversations": 8, "sentences": 400}
 NUM_SEQS = 4
-ORDER_SEED = 1
 POOLS = (8, 16, 32, 64)
-# Why a turn did not resume later than it did.
-FIRST_TURN = "first turn"  # nothing of it was served before
-LATEST = "latest"  # the last grid boundary of the prompt before it: later tokens were decoded
-NO_STATE = "no state"  # K/V reaches further, but the state there was evicted, or found no slot
-KV_GONE = "K/V gone"  # its blocks were evicted
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One request, and what the right answer to it is. `turn` counts from 1."""
-
-    conversation: int
-    turn: int
-    prompt: list[int]
-    answer: str
 
 
 @dataclass(frozen=True)
@@ -80,43 +69,6 @@ class Row:
     ttft_cold_ms: float
     ttft_ms: float
     answered: bool
-
-
-# ---- the conversations
-
-
-def conversation_turns(llm: LLM, *, conversations: int, turns: int, sentences: int) -> list[Turn]:
-    """In the order they are served: whose turn is next is drawn, seeded."""
-    numbers = range(1, conversations + 1)
-    talks = {n: iter(_conversation(llm, n, turns=turns, sentences=sentences)) for n in numbers}
-    order = [number for number in numbers for _ in range(turns)]
-    random.Random(ORDER_SEED).shuffle(order)
-    return [next(talks[number]) for number in order]
-
-
-def _conversation(llm: LLM, number: int, *, turns: int, sentences: int) -> list[Turn]:
-    """The answers in it are the right ones, whatever a model says."""
-    assert llm.tokenizer is not None
-    num_facts = max(turns, sentences // 8)
-    document = make_document(number, num_facts=num_facts, num_sentences=sentences)
-    asked = [document.facts[turn * num_facts // turns] for turn in range(turns)]
-    ids = llm.tokenizer.encode(prompt(document, asked[0]))
-    talk = [Turn(number, 1, ids, asked[0].sentence)]
-    for turn, (before, fact) in enumerate(pairwise(asked), start=2):
-        said = answer_turn(before.sentence) + user_turn(fact.question)
-        ids = ids + llm.tokenizer.encode(said)
-        talk.append(Turn(number, turn, ids, fact.sentence))
-    return talk
-
-
-def latest_boundaries(turns: Iterable[Turn], chunk_stride: int) -> list[int]:
-    """For each turn the last grid boundary below the last token of the prompt before it."""
-    ends: dict[int, int] = {}
-    latest = []
-    for turn in turns:
-        latest.append(ends.get(turn.conversation, 0))
-        ends[turn.conversation] = (len(turn.prompt) - 1) // chunk_stride * chunk_stride
-    return latest
 
 
 # ---- serving
@@ -158,31 +110,26 @@ def why_not_later(turn: int, latest: int, found: Probe) -> str:
     return NO_STATE if found.kv_reach >= latest else KV_GONE
 
 
-def measure(options: argparse.Namespace) -> tuple[list[Row], list[str]]:
+def measure(
+    cold: LLM, turns: Sequence[Turn], options: argparse.Namespace
+) -> tuple[list[Row], list[str]]:
     """A row for each turn and pool, and every difference from the engine without cache."""
-    config = {"max_num_seqs": NUM_SEQS, "checkpoint_every": options.checkpoint_every}
-    cold = LLM(BUILTIN_MODEL_DIR, enable_prefix_caching=False, **config)
-    turns = conversation_turns(
-        cold,
-        conversations=options.conversations,
-        turns=options.turns,
-        sentences=options.sentences,
-    )
     params = SamplingParams(temperature=0, max_tokens=options.max_tokens, return_logits=True)
     warm_up(cold, len(turns[0].prompt))
     reference = [output for _, output in serve_turns(cold, turns, params)]
     num_blocks = _all_blocks(turns) if options.num_blocks is None else options.num_blocks
     rows: list[Row] = []
-    failed: list[str] = []
-    for num_slots in track(options.slots, "pools", console=Console(stderr=True)):
-        pooled = EngineConfig(num_slots=num_slots, num_blocks=num_blocks, **config)
-        llm = LLM.from_model(cold.worker.model, pooled, cold.tokenizer)
-        warm_up(llm, len(turns[0].prompt))
+    found: list[str] = []
+    for num_slots in tracked(options.slots, "pools"):
+        pooled = replace(
+            cold.config, enable_prefix_caching=True, num_slots=num_slots, num_blocks=num_blocks
+        )
+        llm = same_weights(cold, pooled, len(turns[0].prompt))
         llm.manager.reset([])  # nothing is left of the warm-up
         served = serve_turns(llm, turns, params)
         rows += rows_of(num_slots, turns, reference, served, pooled.chunk_stride)
-        failed += failures(num_slots, turns, reference, served)
-    return rows, failed
+        found += failures(num_slots, turns, reference, served)
+    return rows, found
 
 
 def _all_blocks(turns: Sequence[Turn]) -> int:
@@ -242,149 +189,13 @@ def failures(
     return found
 
 
-# ---- report
-
-
-def aggregated(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One line a pool and turn, over the conversations."""
-    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["num_slots"], row["turn"]), []).append(row)
-    return [_aggregate(num_slots, turn, group) for (num_slots, turn), group in groups.items()]
-
-
-def _aggregate(num_slots: int, turn: int, group: list[dict[str, Any]]) -> dict[str, Any]:
-    means = ("prompt_tokens", "latest", "kv_reach", "boundary", "recomputed_tokens")
-    cold, warm = (median(row[name] for row in group) for name in ("ttft_cold_ms", "ttft_ms"))
-    return {
-        "num_slots": num_slots,
-        "turn": turn,
-        **{name: mean(row[name] for row in group) for name in means},
-        "ttft_ratio": cold / warm,
-        "reasons": dict(Counter(row["why_not_later"] for row in group)),
-        "misses": dict(Counter(row["miss_reason"] for row in group if row["miss_reason"])),
-    }
-
-
-def table(lines: Sequence[dict[str, Any]]) -> Table:
-    """Means over the conversations."""
-    out = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=_LEGEND, caption_justify="left")
-    headers = ("slots", "turn", "prompt", "latest", "K/V", "resumed", "again", "cold /\nwarm")
-    for header in headers:
-        out.add_column(header, justify="right", no_wrap=True)
-    out.add_column("why not later", no_wrap=True)
-    out.add_column("miss reason", no_wrap=True)
-    for line, after in zip(lines, [*lines[1:], None], strict=True):
-        tokens = ("prompt_tokens", "latest", "kv_reach", "boundary", "recomputed_tokens")
-        out.add_row(
-            str(line["num_slots"]),
-            str(line["turn"]),
-            *(f"{line[name]:.0f}" for name in tokens),
-            f"{line['ttft_ratio']:.1f}",
-            _counted(line["reasons"]),
-            _counted(line["misses"]),
-            end_section=after is None or after["num_slots"] != line["num_slots"],
-        )
-    return out
-
-
-_LEGEND = """\
-Tokens, means over the conversations. latest: the last boundary that could be saved before;
-K/V: how far it reached; resumed: boundary; again: tokens recomputed; cold / warm: of median TTFT.
-latest: nothing later was ever published, an answer is decoded; no state: K/V reached further."""
-
-
-def _counted(reasons: dict[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
-
-
-def conclusion(rows: Sequence[dict[str, Any]]) -> str:
-    """One sentence: the largest pool's resumptions, and what smaller pools lose."""
-    later = [row for row in rows if row["turn"] > 1]
-    pools = sorted({row["num_slots"] for row in later}, reverse=True)
-    largest = [row for row in later if row["num_slots"] == pools[0]]
-    at_latest = _share(largest)
-    behind = mean(row["prompt_tokens"] - row["boundary"] for row in largest)
-    ratio = median(row["ttft_cold_ms"] for row in largest) / median(r["ttft_ms"] for r in largest)
-    text = (
-        f"With {pools[0]} slots {at_latest:.0f} % of the later turns resume at the last boundary "
-        f"of the prompt before, on average {behind:.0f} tokens before their end, because an answer "
-        f"is decoded and not published, and their first token comes {ratio:.1f} times sooner than "
-        "without cache"
-    )
-    fewer = [
-        f"{num_slots} slots {_share([r for r in later if r['num_slots'] == num_slots]):.0f} %"
-        for num_slots in pools[1:]
-    ]
-    return (
-        f"{text}; with {', '.join(fewer)}, the others for want of a state." if fewer else f"{text}."
-    )
-
-
-def _share(rows: Sequence[dict[str, Any]]) -> float:
-    """Percent of the turns that resumed at the latest boundary."""
-    return 100 * mean(row["why_not_later"] == LATEST for row in rows)
-
-
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Boundary resumed from, by turn: a line a pool, between the prompt's end and nothing."""
-    lines = aggregated(results["rows"])
-    figure, axes = new_figure(QUESTION, "tokens, means over the conversations; bit-equal to cold")
-    pools = sorted({line["num_slots"] for line in lines})
-    largest = [line for line in lines if line["num_slots"] == pools[-1]]
-    numbers = [line["turn"] for line in largest]
-    axes.plot(numbers, [r["prompt_tokens"] for r in largest], "-", color=COLD, label="prompt's end")
-    axes.plot(numbers, [r["latest"] for r in largest], "_", color=COLD, ms=26, label="latest saved")
-    styles = ("o-", "s--", "^-.", "D:", "v-", "P--")
-    for i, num_slots in enumerate(pools):
-        mine = [line["boundary"] for line in lines if line["num_slots"] == num_slots]
-        color = WARM if num_slots == pools[-1] else FIRST
-        style = styles[i % len(styles)]
-        axes.plot(numbers, mine, style, color=color, ms=6, label=f"resumed, {num_slots} slots")
-    axes.axhline(0, color=LINE)
-    axes.set_xticks(numbers, [f"turn {number}" for number in numbers])
-    axes.set_ylabel("tokens, mean")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    save_figure(figure, path)
-
-
 # ---- command line
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    options = parse_options(argv)
-    torch.set_num_threads(options.threads)
-    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False, markup=False)
-    try:
-        rows, failed = measure(options)
-    except (ValueError, OSError) as error:
-        print(f"multi_turn: error: {error}", file=sys.stderr)
-        return 2
-    if failed:
-        print("\n".join(["FAILED", *failed]), file=sys.stderr)
-        return 1
-    written = [asdict(row) for row in rows]
-    by_turn = aggregated(written)
-    results = {
-        "question": QUESTION,
-        "conclusion": conclusion(written),
-        "rows": written,
-        "by_turn": by_turn,
-        "answered": mean(row.answered for row in rows),
-        "options": {name: value for name, value in vars(options).items() if name != "json"},
-    }
-    console.print(table(by_turn))
-    write_json(options.json, results)
-    draw(results, options.json.with_suffix(".png"))
-    console.print(f"Right answers: {100 * results['answered']:.0f} %.")
-    console.print(results["conclusion"])
-    return 0
-
-
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    """Options; sizes that are not given are those of --small or of the full run."""
-    parser = argparse.ArgumentParser(prog="multi_turn", description=QUESTION, allow_abbrev=False)
+    """Options. Bad ones exit with status 2."""
+    parser = new_parser("multi_turn", __doc__)
+    add_model(parser)
     parser.add_argument("--conversations", type=count, help="that take turns")
     parser.add_argument("--turns", type=count, default=8, help="of each conversation")
     parser.add_argument("--sentences", type=count, help="of each document, about 7.5 tokens each")
@@ -392,18 +203,47 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=count, help="of K/V (default: room for everything)")
     parser.add_argument("--checkpoint-every", type=count, default=512, help="tokens")
     parser.add_argument("--max-tokens", type=count, default=8, help="new tokens of each answer")
-    parser.add_argument("--threads", type=thread_count, default=1, help="of torch")
-    parser.add_argument("--small", action="store_true", help="under a minute")
-    parser.add_argument("--json", type=results_file, default=RESULTS / "multi_turn.json")
     options = parser.parse_args(argv)
-    sizes = {"conversations": 8, "sentences": 120 if options.small else 400}
-    for name, size in sizes.items():
-        if getattr(options, name) is None:
-            setattr(options, name, size)
+    fill_in(options, SMALL, FULL)
     options.slots = sorted(set(options.slots))
     if options.turns < 2:
-        parser.error("--turns: a conversation has at least 2")
+        parser.error(f"--turns {options.turns}: a conversation has at least 2")
     return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    options = parse_options(argv)
+    torch.set_num_threads(options.threads)
+    try:
+        config = EngineConfig(
+            enable_prefix_caching=False,
+            max_num_seqs=NUM_SEQS,
+            checkpoint_every=options.checkpoint_every,
+        )
+        cold = load(options.model, config)
+        sizes = {name: getattr(options, name) for name in ("conversations", "turns", "sentences")}
+        turns = conversation_turns(cold, **sizes)
+        check_length(cold, max(len(turn.prompt) for turn in turns))
+        remove_results(options.json)
+        rows, found = measure(cold, turns, options)
+    except (ValueError, OSError) as error:
+        return refused("multi_turn", error)
+    if found:
+        return failed(found)
+    written = [asdict(row) for row in rows]
+    by_turn = aggregated(written)
+    results: dict[str, Any] = {
+        "question": QUESTION,
+        "conclusion": conclusion(written),
+        "rows": written,
+        "by_turn": by_turn,
+        "answered": mean(row.answered for row in rows),
+        "options": asked(options),
+    }
+    console().print(table(by_turn))
+    console().print(f"Right answers: {100 * results['answered']:.0f} %.")
+    return publish(options.json, results, [], draw)
 
 
 if __name__ == "__main__":

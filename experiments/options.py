@@ -1,6 +1,7 @@
 """Which numbers may an option of a script have? Types for argparse; it prints what they refuse."""
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -24,13 +25,26 @@ def thread_count(text: str) -> int:
 
 def seconds(text: str) -> float:
     """A positive, finite number of seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
+    value = _number(text)
+    if not 0.0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a positive number of seconds")
     return value
+
+
+def share(text: str) -> float:
+    """A part of a whole: from 0 to 1."""
+    value = _number(text)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a share from 0 to 1")
+    return value
+
+
+def _number(text: str) -> float:
+    """NaN, which lies in no range, for what is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def results_file(text: str) -> Path:

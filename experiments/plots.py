@@ -7,6 +7,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 COLD, FIRST, WARM = "#6b7280", "#f2a154", "#d9480f"
 TEXT, LINE = "#374151", "#e5e7eb"
@@ -34,6 +35,13 @@ def new_figure(question: str, outcome: str) -> tuple[Figure, Axes]:
         axes.set_title(question, loc="left", fontsize=11.5, fontweight="bold", pad=24)
         axes.text(0, 1.03, outcome, transform=axes.transAxes, fontsize=9.5, color=TEXT)
     return figure, axes
+
+
+def log_ms(axes: Axes) -> None:
+    """A vertical log scale with plain numbers."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:,.4g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -35,7 +35,8 @@ class PlannedTensor:
     @property
     def file_name(self) -> str:
         """Its name in the files."""
-        return self.name if self.name == "lm_head.weight" else f"model.{self.name}"
+        bare = self.name == "lm_head.weight" or self.name.startswith("mtp.")
+        return self.name if bare else f"model.{self.name}"
 
     @property
     def num_elements(self) -> int:
@@ -46,11 +47,14 @@ class PlannedTensor:
         return self.num_elements * ITEMSIZES[self.code]
 
 
-def plan_tensors(config: ModelConfig, dtype: str) -> list[PlannedTensor]:
-    """All tensors of a model in layer order; decays and GDN norms are float32 in any dtype."""
+def plan_tensors(config: ModelConfig, dtype: str, *, draft: bool = False) -> list[PlannedTensor]:
+    """All tensors of a model in layer order; decays and GDN norms are float32 in any dtype.
+
+    draft: those of the draft head too.
+    """
     return [
         PlannedTensor(name, "F32" if name.endswith(_ALWAYS_FLOAT32) else CODES[dtype], shape)
-        for name, shape in expected_tensors(config).items()
+        for name, shape in expected_tensors(config, draft=draft).items()
     ]
 
 

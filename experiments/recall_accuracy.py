@@ -1,13 +1,15 @@
-"""How much does the built-in model remember? Exact match by facts, length and distance.
+"""How many facts does the built-in model recall, and how far back?
 
 Held-out documents are read by the engine with its cache on, so that a document is prefilled once
-for all its questions. An answer counts if it is the fact's sentence to the letter.
+for all its questions. An answer counts if it is the fact's sentence to the letter. Counted by
+number of facts, by length and by distance.
 
     python -m experiments.recall_accuracy
+    python -m experiments.recall_accuracy --goal 0.95
     python -m experiments.recall_accuracy --model DIR --documents 2 --small
 
-Exit status: 0; 1 if fewer than `--least` of the answers on 64 facts in 4,096 tokens are right; 2
-for a refused option.
+Exit status: 0; 1 if fewer than `--least`, or than `--goal` if one is set, of the answers on 64
+facts in 4,096 tokens are right; 2 for a refused option.
 """
 
 import argparse
@@ -16,18 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from engine import LLM, SamplingParams
-from engine.builtin import BUILTIN_MODEL_DIR
-from experiments.options import count, results_file, thread_count
+from engine import LLM, EngineConfig, SamplingParams
+from experiments.command_line import add_model, fill_in, new_parser, question, refused
+from experiments.console import console, tracked
+from experiments.engines import load
+from experiments.options import count, share
+from experiments.outcome import failed, publish, remove_results
 from experiments.plots import COLD, WARM, new_figure, save_figure
 from experiments.recall_documents import Document
 from experiments.recall_workload import document_tokens, fitting_document, question_prompts
-from experiments.results_io import RESULTS, write_json
+from experiments.tables import new_table
 
-QUESTION = "How many facts does the built-in model recall, and how far back?"
+QUESTION = question(__doc__)
+SMALL, FULL = {"documents": 2}, {"documents": 8}
 GOAL_FACTS, GOAL_TOKENS = 64, 4096
 FACTS = (8, 16, 32, 64, 96, 128, 192)
 TOKENS = (1024, 2048, 4096, 8192, 16_384)
@@ -98,9 +103,8 @@ def goal_row(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """One line a size; the distances from the nearest eighth of the document to the farthest."""
-    out = Table(caption="by distance: from the last eighth of the document to the first")
-    for header in ("facts", "tokens", "asked", "exact", "changed", "by distance"):
-        out.add_column(header, justify="right", no_wrap=True)
+    headers = ("facts", "tokens", "asked", "exact", "changed", "by distance")
+    out = new_table(headers, "by distance: from the last eighth of the document to the first")
     for row in rows:
         parts = ("-" if x is None else f"{100 * x:.0f}" for x in row["exact_by_distance"])
         changed = row["exact_of_changed"]
@@ -118,7 +122,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 def draw(results: dict[str, Any], path: Path) -> None:
     """Exact match by number of facts at the goal's length, and by length at the goal's facts."""
     rows = results["rows"]
-    figure, axes = new_figure(QUESTION, results["conclusion"])
+    figure, axes = new_figure(results["question"], results["conclusion"])
     for key, other, fixed, color in (
         ("facts", "tokens", GOAL_TOKENS, WARM),
         ("tokens", "facts", GOAL_FACTS, COLD),
@@ -133,29 +137,48 @@ def draw(results: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
+def too_few(rows: list[dict[str, Any]], least: float, goal: float | None) -> list[str]:
+    """What is said when the share of right answers is below one of the two."""
+    exact = goal_row(rows)["exact"]
+    limits = {"--least": least, "--goal": goal}
+    return [
+        f"{100 * exact:.1f} % are right, {name} asks for {100 * limit:.1f} %"
+        for name, limit in limits.items()
+        if limit is not None and exact < limit
+    ]
+
+
+# ---- command line
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    """Options. Bad ones exit with status 2."""
+    parser = new_parser("recall_accuracy", __doc__, small="two sizes and two documents of each")
+    add_model(parser)
+    parser.add_argument("--documents", type=count, help="of each size (default 8; small: 2)")
+    parser.add_argument("--least", type=share, default=0.8, help="share that must be right")
+    parser.add_argument("--goal", type=share, help="share that is aimed at (default: none is set)")
+    options = parser.parse_args(argv)
+    fill_in(options, SMALL, FULL)
+    return options
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--model", type=Path, default=BUILTIN_MODEL_DIR, help="model directory")
-    parser.add_argument("--documents", type=count, help="of each size (default 8; small: 2)")
-    parser.add_argument("--small", action="store_true", help="two sizes only")
-    parser.add_argument("--least", type=float, default=0.8, help="share that must be right")
-    parser.add_argument("--threads", type=thread_count, default=1, help="of torch")
-    parser.add_argument("--json", type=results_file, default=RESULTS / "recall_accuracy.json")
-    options = parser.parse_args(argv)
+    options = parse_options(argv)
     torch.set_num_threads(options.threads)
-    documents = options.documents or (2 if options.small else 8)
     try:
-        llm = LLM(options.model)
+        llm = load(options.model, EngineConfig())
     except (ValueError, OSError) as error:
-        parser.error(f"--model: {error}")
-    rows = [measure(llm, *size, documents) for size in sizes(options.small)]
-    Console(highlight=False).print(table(rows))
+        return refused("recall_accuracy", error)
+    remove_results(options.json)
+    wanted = sizes(options.small)
+    rows = [measure(llm, *size, options.documents) for size in tracked(wanted, "sizes")]
+    console().print(table(rows))
     results = {"question": QUESTION, "conclusion": conclusion(rows), "rows": rows}
-    write_json(options.json, results)
-    draw(results, options.json.with_suffix(".png"))
-    print(results["conclusion"])
-    return 0 if goal_row(rows)["exact"] >= options.least else 1
+    publish(options.json, results, [], draw)
+    missed = too_few(rows, options.least, options.goal)
+    return failed(missed) if missed else 0
 
 
 if __name__ == "__main__":

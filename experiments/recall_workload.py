@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from engine.tokenizer import Tokenizer
-from experiments.recall_documents import USER, Document, Fact, make_document, prompt
+from experiments.recall_documents import ASSISTANT, END, USER, Document, Fact, make_document, prompt
 
 TOKENS_PER_FACT = 64  # of a document, where nothing else is asked for
 LONGEST_QUESTION = 16  # tokens from the end of a document to the start of the answer
+SENTENCE_TOKENS = 6  # fewer than the average, so that documents are long enough
 
 
 def fitting_document(
@@ -54,3 +55,25 @@ def question_prompts(
     """Token ids of one prompt a fact."""
     for fact in facts:
         yield tokenizer.encode(prompt(document, fact))
+
+
+def questioned_document(
+    tokenizer: Tokenizer, seed: int | str, *, prefix: int, suffix: int, questions: int
+) -> list[list[int]]:
+    """Prompts of exactly `prefix` + `suffix` tokens: one document's beginning, then questions.
+
+    The suffix of each starts with another question and ends where the answer begins.
+    """
+    sentences = max(prefix // SENTENCE_TOKENS, 2 * questions)
+    facts = max(questions, min(sentences // 12, 400))
+    document = make_document(seed, num_facts=facts, num_sentences=sentences)
+    ids = tokenizer.encode(f"{USER} {document.text}")
+    assert len(ids) >= prefix, f"the document has {len(ids)} tokens, not {prefix}"
+    turn = tokenizer.encode(END + ASSISTANT)
+    asked = [fact.question for fact in document.facts]
+    prompts = []
+    for i in range(questions):
+        text = tokenizer.encode("".join(f" {question}" for question in asked[i:] + asked[:i]))
+        text *= -(-suffix // len(text))
+        prompts.append(ids[:prefix] + text[: suffix - len(turn)] + turn)
+    return prompts

@@ -13,66 +13,36 @@ for a refused option.
 """
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from engine import LLM, EngineConfig, RequestOutput, SamplingParams
-from engine.builtin import BUILTIN_MODEL_DIR
-from engine.tokenizer import Tokenizer
 from experiments.bare_model import BareModel
-from experiments.cold_and_warm import first_difference, warm_up
-from experiments.options import count, results_file, thread_count
-from experiments.plots import COLD, FIRST, TEXT, WARM, new_figure, save_figure
-from experiments.recall_documents import ASSISTANT, END, USER, make_document
-from experiments.results_io import RESULTS, write_json
+from experiments.cold_and_warm import first_difference
+from experiments.command_line import add_model, fill_in, new_parser, question, refused
+from experiments.console import tracked
+from experiments.engines import SMALLEST, check_length, load, roomy, same_weights
+from experiments.options import count
+from experiments.outcome import publish_rows, remove_results
+from experiments.plots import COLD, FIRST, TEXT, WARM, log_ms, new_figure, save_figure
+from experiments.recall_workload import questioned_document
+from experiments.tables import new_table
 
-QUESTION = "How does time to first token grow with the shared prefix?"
+QUESTION = question(__doc__)
 STRIDE = EngineConfig().chunk_stride
 PREFIXES = [256, 512, 1024, 2048, 4096, 8192, 16_384]
 SMALL = {"prefixes": [256, 512, 1024, 2048], "repeats": 9}
 FULL = {"prefixes": PREFIXES, "repeats": 15}
 KINDS = ("cold", "copy", "redirect")
 FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, return_logits=True)
-SENTENCE_TOKENS = 6  # fewer than the average, so that documents are long enough
-
-
-# ---- prompts
-
-
-def questioned_document(
-    tokenizer: Tokenizer, seed: int | str, *, prefix: int, suffix: int, questions: int
-) -> list[list[int]]:
-    """Prompts of exactly `prefix` + `suffix` tokens: one document's beginning, then questions.
-
-    The suffix of each starts with another question and ends where the answer begins.
-    """
-    sentences = max(prefix // SENTENCE_TOKENS, 2 * questions)
-    facts = max(questions, min(sentences // 12, 400))
-    document = make_document(seed, num_facts=facts, num_sentences=sentences)
-    ids = tokenizer.encode(f"{USER} {document.text}")
-    assert len(ids) >= prefix, f"the document has {len(ids)} tokens, not {prefix}"
-    turn = tokenizer.encode(END + ASSISTANT)
-    asked = [fact.question for fact in document.facts]
-    prompts = []
-    for i in range(questions):
-        text = tokenizer.encode("".join(f" {question}" for question in asked[i:] + asked[:i]))
-        text *= -(-suffix // len(text))
-        prompts.append(ids[:prefix] + text[: suffix - len(turn)] + turn)
-    return prompts
 
 
 # ---- measuring
@@ -133,19 +103,12 @@ def _suffix_alone(bare: BareModel, start: int, end: int) -> tuple[torch.Tensor, 
 
 def _engines(loaded: LLM, num_prompts: int, prompt_tokens: int) -> dict[str, LLM]:
     """One engine a kind on the same weights, warmed up, with room for all prompts."""
-    blocks = 1 + (num_prompts + 2) * (max(prompt_tokens, 1024) // 64 + 2)
-    slots = 4 + (num_prompts + 2) * (max(prompt_tokens, 1024) // 512 + 3)
+    room = roomy(num_prompts, prompt_tokens, 1)
     engines = {}
     for kind in KINDS:
-        config = EngineConfig(
-            enable_prefix_caching=kind != "cold",
-            restore="redirect" if kind == "cold" else kind,
-            max_num_seqs=1,
-            num_slots=slots,
-            num_blocks=blocks,
-        )
-        engines[kind] = LLM.from_model(loaded.worker.model, config, loaded.tokenizer)
-        warm_up(engines[kind], prompt_tokens)
+        restore = "redirect" if kind == "cold" else kind
+        config = replace(room, enable_prefix_caching=kind != "cold", restore=restore)
+        engines[kind] = same_weights(loaded, config, prompt_tokens)
     return engines
 
 
@@ -172,11 +135,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
         "kind of restore. suffix alone: the model's forward of the suffix at that depth; the ratio "
         "to it is the median of the ratios within a round."
     )
-    out = Table(box=SIMPLE_HEAD, padding=(0, 1), caption=caption, caption_justify="left")
     headers = ("prefix\ntokens", "suffix\ntokens", "cold\nms", "copy\nms", "redirect\nms")
     headers += ("suffix\nalone, ms", "cold /\nredirect", "redirect /\nalone", "bits\nequal")
-    for header in headers:
-        out.add_column(header, justify="right", no_wrap=True)
+    out = new_table(headers, caption)
     for row in rows:
         times = [row[f"{kind}_ms"] for kind in (*KINDS, "suffix_alone")]
         ratios = times[0] / times[2], row["redirect_over_alone"]
@@ -214,7 +175,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         f"{last['cold_ms'] / last['redirect_ms']:.0f} times sooner on a known prefix of "
         f"{last['prefix_tokens']:,} tokens ({last['suffix_tokens']} new ones); logits bit-equal"
     )
-    figure, axes = new_figure(QUESTION, outcome)
+    figure, axes = new_figure(results["question"], outcome)
     looks = (
         ("cold", "o-", COLD, "caching off"),
         ("copy", "s-", FIRST, "warm, restore by copy"),
@@ -233,68 +194,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def log_ms(axes: Axes) -> None:
-    """A vertical log scale with plain numbers."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:,.4g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-# ---- command line, shared by the experiments that look like this one
-
-
-def new_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """The options that these experiments share."""
-    parser = argparse.ArgumentParser(
-        prog=name, description=(doc or "").split("\n", 1)[0], allow_abbrev=False
-    )
-    parser.add_argument("--small", action="store_true", help="smaller sizes: under a minute")
-    parser.add_argument("--threads", type=thread_count, default=1, help="of torch (%(default)s)")
-    parser.add_argument(
-        "--json", type=results_file, default=RESULTS / f"{name}.json", help="results (%(default)s)"
-    )
-    return parser
-
-
-def fill_in(options: argparse.Namespace, small: dict[str, Any], full: dict[str, Any]) -> None:
-    """Give the options that were not given their values: --small decides which."""
-    for name, value in (small if options.small else full).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-
-
-def console() -> Console:
-    """As wide as the terminal; 100 columns into a file."""
-    width = None if sys.stdout.isatty() else 100
-    return Console(width=width, highlight=False, markup=False, emoji=False)
-
-
-def finish(
-    options: argparse.Namespace,
-    content: dict[str, Any],
-    failures: list[str],
-    drawn: Callable[[dict[str, Any], Path], None],
-) -> int:
-    """Write the results, draw them, print the answer; the exit status."""
-    asked = {k: v.name if isinstance(v, Path) else v for k, v in vars(options).items()}
-    del asked["json"]
-    content = content | {"options": asked, "passed": not failures, "failures": failures}
-    write_json(options.json, content)
-    picture = options.json.with_suffix(".png")
-    if failures:
-        picture.unlink(missing_ok=True)  # it would show an older run
-        print("\n".join(["FAILED", *failures]), file=sys.stderr)
-        return 1
-    drawn(json.loads(options.json.read_text()), picture)
-    console().print(f"Written: {options.json}, and {picture.name} beside it.")
-    console().print(content["conclusion"])
-    return 0
+# ---- command line
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """Options. Bad ones exit with status 2."""
     parser = new_parser("ttft_vs_prefix", __doc__)
-    parser.add_argument("--model", type=Path, default=BUILTIN_MODEL_DIR, help="model directory")
+    add_model(parser)
     parser.add_argument("--prefixes", type=count, nargs="+", help="shared tokens, each a row")
     parser.add_argument("--suffix-tokens", type=count, default=STRIDE, help="new (%(default)s)")
     parser.add_argument("--repeats", type=count, help="of each time; their median counts")
@@ -313,27 +219,21 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
     torch.set_num_threads(options.threads)
     try:
-        loaded = LLM(options.model, num_slots=4, num_blocks=8, max_num_seqs=1)
-        longest = options.prefixes[-1] + options.suffix_tokens
-        if longest >= loaded.max_model_len:
-            raise ValueError(f"{longest} tokens are needed; the model has {loaded.max_model_len}")
-        if loaded.tokenizer is None:
-            raise ValueError(f"{options.model} has no tokenizer")
+        loaded = load(options.model, SMALLEST)
+        check_length(loaded, options.prefixes[-1] + options.suffix_tokens)
     except (ValueError, OSError) as error:
-        print(f"ttft_vs_prefix: error: {error}", file=sys.stderr)
-        return 2
+        return refused("ttft_vs_prefix", error)
+    remove_results(options.json)
     rows, failures = [], []
-    progress = Console(stderr=True)
-    for prefix in track(options.prefixes, "prefixes", console=progress, transient=True):
+    for prefix in tracked(options.prefixes, "prefixes"):
         row, found = measure_prefix(
             loaded, prefix=prefix, suffix=options.suffix_tokens, repeats=options.repeats
         )
         rows.append(row)
         failures += found
-    if not failures:  # the times of wrong answers say nothing
-        console().print(table(rows))
-    content = {"question": QUESTION, "conclusion": None if failures else conclusion(rows)}
-    return finish(options, content | {"rows": rows}, failures, draw)
+    return publish_rows(
+        options, QUESTION, rows, failures, table=table, conclusion=conclusion, draw=draw
+    )
 
 
 if __name__ == "__main__":

@@ -14,20 +14,20 @@ Exit status: 0, 1 if a bit differs or a request that must hit does not, 2 for a 
 import argparse
 import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine import LLM, EngineConfig
 from engine.builtin import BUILTIN_MODEL_DIR
 from engine.config import DEVICES, Restore
 from engine.model_config import ModelConfig
-from experiments.cold_and_warm import WARM_UP_TOKENS, Advance, Measured, failures, measure
-from experiments.options import count, results_file, thread_count
+from experiments.cold_and_warm import WARM_UP_TOKENS, Measured, failures, measure
+from experiments.command_line import new_parser, refused
+from experiments.console import console, passes
+from experiments.options import count
+from experiments.outcome import publish, remove_results
 from experiments.recall_documents import Fact
 from experiments.recall_workload import (
     LONGEST_QUESTION,
@@ -36,11 +36,10 @@ from experiments.recall_workload import (
     question_prompts,
     spread_facts,
 )
-from experiments.results_io import RESULTS, memory_bytes, write_json
+from experiments.results_io import memory_bytes
 from experiments.shared_prompts import shared_prompts
 from experiments.warm_start_report import (
     answers,
-    conclusion,
     draw,
     request_rows,
     results,
@@ -51,45 +50,29 @@ from experiments.warm_start_report import (
 DOCUMENT_SEED = "warm start"
 DEFAULT_SUFFIX_TOKENS = 160
 
-_COLUMNS = (
-    TextColumn("{task.description}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TimeElapsedColumn(),
-)
-
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     options = parse_options(argv)
     torch.set_num_threads(options.threads)
-    width = None if sys.stdout.isatty() else 100
-    console = Console(width=width, highlight=False, markup=False, emoji=False)
-    console.print(_introduction(options))
+    screen = console()
+    screen.print(_introduction(options))
     try:
         cold, prompts, facts = _load(options)
     except (ValueError, OSError) as error:
-        print(f"warm_start: error: {error}", file=sys.stderr)
-        return 2
+        return refused("warm_start", error)
+    remove_results(options.json)
     measured = _measure(cold, prompts, options)
     failed = failures(measured, options.engine_config, prefix_tokens=options.prefix_tokens)
     rows = request_rows(measured)
-    console.print(table(rows))
+    screen.print(table(rows))
     if facts:
-        console.print(answers(measured, facts))
+        screen.print(answers(measured, facts))
     for mode, stats in measured.stats.items():
-        console.print(stats_line(mode, stats))
+        screen.print(stats_line(mode, stats))
     name, config = options.model_dir.resolve().name, options.engine_config
-    write_json(options.json, results(name, cold.model_config, config, rows, measured, failed))
-    picture = options.json.with_suffix(".png")
-    if failed:
-        picture.unlink(missing_ok=True)  # it would show an older run
-        print("\n".join(["FAILED", *failed]), file=sys.stderr)
-        return 1
-    draw(rows, picture)
-    console.print(f"Written: {options.json}, and {picture.name} beside it.")
-    console.print(conclusion(rows))
-    return 0
+    content = results(name, cold.model_config, config, rows, measured, failed)
+    return publish(options.json, content, failed, draw)
 
 
 def _introduction(options: argparse.Namespace) -> str:
@@ -131,12 +114,7 @@ def _load(options: argparse.Namespace) -> tuple[LLM, list[list[int]], list[Fact]
 
 
 def _measure(cold: LLM, prompts: list[list[int]], options: argparse.Namespace) -> Measured:
-    with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:
-
-        def start_pass(name: str) -> Advance:
-            total = len(prompts) * options.max_tokens
-            return partial(progress.advance, progress.add_task(name, total=total))
-
+    with passes(len(prompts) * options.max_tokens) as start_pass:
         return measure(
             cold,
             options.engine_config,
@@ -152,9 +130,7 @@ def _measure(cold: LLM, prompts: list[list[int]], options: argparse.Namespace) -
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """Options, with `model_config` and `engine_config` added. Bad ones exit with status 2."""
-    parser = argparse.ArgumentParser(
-        prog="warm_start", description=(__doc__ or "").split("\n", 1)[0], allow_abbrev=False
-    )
+    parser = new_parser("warm_start", __doc__, small=None)
     parser.add_argument("--model", type=Path, help="model directory (default: the built-in)")
     parser.add_argument("--prefix-tokens", type=count, default=4000, help="of the document")
     parser.add_argument(
@@ -169,10 +145,6 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         "--restore", choices=get_args(Restore), default="redirect", help="read, or copied first"
     )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where the model runs")
-    parser.add_argument("--threads", type=thread_count, default=1, help="of torch")
-    parser.add_argument(
-        "--json", type=results_file, default=RESULTS / "warm_start.json", help="results"
-    )
     options = parser.parse_args(argv)
     try:
         options.suffix_tokens = _suffix_tokens(options)

@@ -1,21 +1,22 @@
 """What came out of a warm start? Rows, table, chart and the sentence at the end."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from engine import EngineConfig
 from engine.model_config import ModelConfig
 from experiments.cold_and_warm import MODES, PASSES, Measured
-from experiments.plots import COLD, FIRST, LINE, TEXT, WARM, new_figure, save_figure
+from experiments.plots import COLD, FIRST, LINE, TEXT, WARM, log_ms, new_figure, save_figure
 from experiments.recall_documents import Fact
 from experiments.results_io import machine_facts
+from experiments.tables import new_table
 
 QUESTION = "How much sooner does the first token come when the document is known?"
 MOST_LABELLED = 6  # questions; the labels of more would overlap
@@ -121,9 +122,7 @@ bits equal: token ids and every row of logits, in cold, 1st and warm, are those 
 
 def table(rows: list[RequestRow]) -> Table:
     """One line a request, and what the columns mean."""
-    out = Table(box=SIMPLE_HEAD, padding=(0, 1), caption=_LEGEND, caption_justify="left")
-    for header in _HEADERS:
-        out.add_column(header, justify="left" if header == "mode" else "right", no_wrap=True)
+    out = new_table(_HEADERS, _LEGEND, left=_HEADERS[:1])
     for row in rows:
         out.add_row(
             row.mode,
@@ -190,22 +189,22 @@ def conclusion(rows: list[RequestRow]) -> str:
     )
 
 
-def draw(rows: list[RequestRow], path: Path) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     """TTFT by question, serial: cold, first time with the cache, second time."""
+    names = [field.name for field in fields(RequestRow)]
+    rows = [RequestRow(**{name: row[name] for name in names}) for row in results["requests"]]
     serial = [row for row in rows if row.mode == "serial"]
     ratio = median(r.ttft_cold_ms for r in serial) / median(r.ttft_warm_ms for r in serial)
     outcome = (
         f"{ratio:.1f} times sooner for a repeated prompt (median, serial); "
         "token ids and logits bit-equal"
     )
-    figure, axes = new_figure(QUESTION, outcome)
+    figure, axes = new_figure(results["question"], outcome)
     times = [_draw_pass(axes, serial, *look) for look in _LOOKS]
     low, high = min(map(min, times)), max(map(max, times))
     if high / low >= LOG_SCALE_FROM:
-        axes.set_yscale("log")
+        log_ms(axes)
         axes.set_ylim(low / 2, high * 2)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:,.4g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_ylabel("time to first token, ms (log scale)")
     else:
         axes.set_ylim(0, high * 1.15)

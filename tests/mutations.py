@@ -46,6 +46,7 @@ CACHE_TESTS = [
     "tests/cache/test_composite_block_manager.py",
     "tests/cache/test_composite_misses.py",
     "tests/cache/test_composite_releases.py",
+    "tests/cache/test_decode_states.py",
     "tests/cache/test_state_pool.py",
     "tests/cache/test_composite_stateful.py",
 ]
@@ -56,9 +57,14 @@ ENGINE_TESTS = [
     "tests/engine/test_scheduler_preemption.py",
     "tests/engine/test_scheduler_reuse.py",
     "tests/engine/test_scheduler.py",
+    "tests/engine/test_background.py",
     "tests/engine/test_scheduler_stateful.py",
 ]
-SLOW_TESTS = ["tests/engine/test_interrupts.py", "tests/engine/test_integer_oracle.py"]
+SLOW_TESTS = [
+    "tests/engine/test_llm_turns.py",
+    "tests/engine/test_interrupts.py",
+    "tests/engine/test_integer_oracle.py",
+]
 # A kernel's own tests, those that kill most first: the others would take minutes for each mutation.
 KERNEL_TESTS = {
     "gated_delta_chunk": ["interpreter/test_gated_delta_chunk.py"],

@@ -76,6 +76,7 @@ class OracleModel:
     """Stands where `Qwen35Model` stands (protocol `engine.worker.Model`)."""
 
     dtype = torch.float32
+    can_draft = True
     state_shape = StateShape(
         num_layers=2,
         num_value_heads=1,

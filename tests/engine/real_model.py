@@ -28,6 +28,7 @@ _KINDS = {
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
     "attention": {"layers": 2, "overrides": {"layer_types": ["full_attention"] * 2}},
+    "drafts": {"draft": True},
     "recurrent": {"layers": 2, "overrides": {"layer_types": ["linear_attention"] * 2}},
 }
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, return_logits=True, max_tokens=3)
@@ -47,7 +48,9 @@ def _directory(kind):
 def _model(kind, _owner):
     config = ModelConfig.from_directory(directory(kind))
     dtype = getattr(torch, config.weights_dtype)
-    return Qwen35Model(config, read_weights(directory(kind), config), dtype=dtype)
+    draft = kind == "drafts"
+    weights = read_weights(directory(kind), config, draft=draft)
+    return Qwen35Model(config, weights, dtype=dtype, draft=draft)
 
 
 def make_engine(kind="float32", *, owner="tests", **config):

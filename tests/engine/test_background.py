@@ -65,16 +65,30 @@ def test_what_a_background_request_computed_is_exact_and_served_to_the_next():
 
 def test_a_background_request_counts_in_no_statistics_of_hits():
     driver = Driver()
-    driver.add("later", 150, background=True)
+    driver.add("later", 150, max_tokens=3, background=True)
     driver.finish_all()
     assert driver.manager.num_queries == 0 and not driver.manager.misses
     assert driver.scheduler.num_tokens_prefilled == 0
     assert driver.scheduler.num_tokens_prefilled_idle == 150
-    driver.add("now", 100)
+    driver.add("now", 100, max_tokens=3)
     driver.finish_all()
     assert driver.manager.num_queries == 1
     assert driver.scheduler.num_tokens_prefilled == 100
     assert driver.scheduler.num_tokens_prefilled_idle == 150
+
+
+def test_a_background_request_that_waits_is_unfinished():
+    driver = Driver()
+    driver.add("later", 70, background=True)
+    assert driver.scheduler.has_unfinished and driver.scheduler.num_background == 1
+
+
+def test_without_recurrent_layers_a_background_request_gives_way_too():
+    driver = Driver(recurrent=False)
+    driver.add("later", 300, background=True)
+    driver.step()
+    driver.add("now", 90)
+    assert driver.steps(2) == [[("now", 0, 90)], [("later", 64, 128)]]
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -133,3 +147,12 @@ def test_the_engine_reports_a_background_request_and_its_work_apart():
     stats = llm.stats()
     assert (stats.tokens_prefilled, stats.tokens_prefilled_idle, stats.queries) == (40, 150, 1)
     assert stats.requests_background == 0
+
+
+def test_a_background_request_that_goes_on_from_decoded_states_says_so():
+    driver = Driver()
+    first = driver.add("first", 100, max_tokens=40, exact=False)
+    driver.finish_all()
+    seq = driver.add("next", [*first.token_ids, 7], exact=False, background=True)
+    assert driver.step() == [("next", 128, 141)]
+    assert seq.reused_decoded

@@ -138,12 +138,12 @@ def test_a_sampler_that_raises_harms_no_request(failures, monkeypatch):
     request_ids = [llm.add_request(prompt, GREEDY) for prompt in prompts]
     sample = engine.llm.sample
 
-    def failing(seqs, logits):
+    def failing(seqs, drafts, logits):
         nonlocal failures
         if failures and request_ids[1] in {seq.request_id for seq in seqs}:
             failures -= 1
             raise RuntimeError("no token")
-        return sample(seqs, logits)
+        return sample(seqs, drafts, logits)
 
     monkeypatch.setattr(engine.llm, "sample", failing)
     while failures:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine import LLM, RequestOutput, SamplingParams
+from engine.requests import grid_boundaries
 from tests.engine.real_model import assert_idle, make_engine, tokens
 
 POOLS = {"num_slots": 40, "num_blocks": 200}
@@ -78,6 +79,11 @@ def test_a_save_point_serves_the_prompts_that_go_on_from_it():
     second = finish(llm, branch)
     assert second.boundary == 128
     assert_bits(second, branch)
+
+
+def test_a_save_point_is_the_boundary_at_or_below_it():
+    assert grid_boundaries([0, 63, 64, 130, 5_000], 64) == {0, 64, 128, 4_992}
+    assert grid_boundaries((), 64) == set()
 
 
 def test_the_requests_of_a_step_that_failed_are_named(monkeypatch):

@@ -21,8 +21,8 @@ def sequence(**params):
 
 
 def choice(seq, logits=LOGITS):
-    [chosen] = sample([seq], logits[None])
-    return chosen
+    [chosen] = sample([seq], [[]], logits[None])
+    return chosen if chosen is None else chosen[0]
 
 
 def token(seq, logits=LOGITS):
@@ -92,6 +92,11 @@ def test_top_k_draws_from_the_k_likeliest_only():
 )
 def test_top_p_draws_from_the_smallest_set_with_that_much_probability(top_p, expected):
     assert_shares(frequencies(top_p=top_p), expected)
+
+
+def test_a_top_p_below_float32_leaves_the_likeliest_token():
+    likeliest = [float(p == PROBS.max()) for p in PROBS]
+    assert_shares(frequencies(top_p=1e-60), likeliest)
 
 
 def test_top_p_counts_what_temperature_and_top_k_have_left():
@@ -174,9 +179,9 @@ def test_logits_that_are_not_numbers_give_no_token(temperature, bad):
     logits = torch.tensor([1.0, bad, 3.0])
     rows = torch.stack([logits, LOGITS[:3], logits])
     seqs = [sequence(temperature=temperature) for _ in range(3)]
-    chosen = sample(seqs, rows)
+    chosen = sample(seqs, [[], [], []], rows)
     assert [c is None for c in chosen] == [True, False, True]
-    assert sample([], rows[:0]) == []
+    assert sample([], [], rows[:0]) == []
 
 
 def test_a_masked_token_is_never_drawn():
@@ -231,3 +236,49 @@ def test_a_bad_sampling_parameter_is_refused_by_name_and_value(field, value):
 def test_an_unknown_sampling_parameter_is_refused():
     with pytest.raises(TypeError, match="top_n"):
         SamplingParams(top_n=3)
+
+
+# ---- guesses
+
+
+def next_tokens(seq, guesses, rows):
+    [chosen] = sample([seq], [guesses], torch.stack(rows))
+    return chosen if chosen is None else [choice.token_id for choice in chosen]
+
+
+def one_hot(token_id):
+    return torch.eye(4)[token_id]
+
+
+def test_guesses_are_accepted_up_to_the_first_that_is_not_the_token_chosen():
+    rows = [one_hot(2), one_hot(0), one_hot(3)]
+    greedy = sequence(temperature=0.0)
+    assert next_tokens(greedy, [2, 0], rows) == [2, 0, 3]
+    assert next_tokens(greedy, [2, 1], rows) == [2, 0]
+    assert next_tokens(greedy, [1, 0], rows) == [2]
+
+
+def test_drawn_tokens_are_those_that_would_be_drawn_one_by_one():
+    seq = sequence(seed=3)
+    one_by_one = []
+    for _ in range(4):
+        one_by_one.append(token(seq))
+        seq.append_token(one_by_one[-1])
+    for right in range(4):
+        guesses = [*one_by_one[:right], *((t + 1) % 4 for t in one_by_one[right:3])]
+        chosen = next_tokens(sequence(seed=3), guesses, [LOGITS] * 4)
+        assert chosen == one_by_one[: right + 1]
+
+
+def test_rows_after_a_rejected_guess_are_not_looked_at():
+    bad = torch.full((4,), math.nan)
+    greedy = sequence(temperature=0.0)
+    assert next_tokens(greedy, [1], [one_hot(2), bad]) == [2]
+    assert next_tokens(greedy, [2], [one_hot(2), bad]) is None
+
+
+def test_each_sequence_has_its_own_guesses():
+    rows = torch.stack([one_hot(1), one_hot(2), one_hot(3), one_hot(0)])
+    seqs = [sequence(temperature=0.0) for _ in range(3)]
+    chosen = sample(seqs, [[], [2], []], rows)
+    assert [[c.token_id for c in choices] for choices in chosen] == [[1], [2, 3], [0]]

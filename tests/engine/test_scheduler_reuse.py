@@ -33,6 +33,13 @@ def test_a_hit_starts_at_the_boundary_and_reads_the_checkpoint():
     assert driver.manager.misses == {MissReason.NO_CHECKPOINT: 1}
 
 
+def test_a_miss_is_also_the_reason_why_it_resumed_no_later():
+    driver = Driver()
+    seq = driver.add("first", PREFIX)
+    driver.finish_all()
+    assert seq.miss_reason is seq.limit_reason is MissReason.NO_CHECKPOINT
+
+
 def test_the_budget_counts_what_is_computed_and_not_what_is_reused():
     driver = warm(max_num_batched_tokens=128)
     driver.add("again", [*PREFIX, *range(500, 650)])
@@ -163,6 +170,16 @@ def test_a_row_that_was_aborted_and_starts_cold_is_gone():
     assert not driver.scheduler.has_unfinished
 
 
+def test_a_request_that_starts_cold_says_why_it_resumed_nowhere():
+    driver = warm()
+    seq = driver.add("a", [*PREFIX, *range(500, 600)])
+    driver.schedule()
+    assert (seq.restored_boundary, seq.limit_reason) == (192, MissReason.UNSEEN)
+    driver.issue(cold=["a"])
+    driver.finish_all()
+    assert (seq.restored_boundary, seq.limit_reason) == (0, MissReason.RESTORE_FAILED)
+
+
 # ---- a step fails
 
 
@@ -194,6 +211,31 @@ def test_a_failed_step_does_not_count_a_hit_twice():
     assert driver.step() == [("again", 192, 200)]
     assert seq.num_cached_tokens == 192
     assert driver.manager.num_tokens_reused == 192
+
+
+def test_after_a_failed_step_nothing_decoded_counts_as_reused():
+    driver = Driver()
+    first = driver.add("first", 100, max_tokens=40, exact=False)
+    driver.finish_all()
+    seq = driver.add("next", [*first.token_ids, 7], exact=False)
+    assert driver.schedule() == [("next", 128, 141)]
+    assert seq.reused_decoded
+    driver.scheduler.rollback(driver.last_batch)
+    assert not seq.reused_decoded
+    driver.finish_all()
+    assert seq.reused_decoded
+
+
+def test_a_request_that_starts_over_has_the_reason_of_the_empty_cache():
+    driver = Driver()
+    driver.add("theirs", PREFIX, salt="theirs")
+    driver.finish_all()
+    seq = driver.add("ours", PREFIX)
+    driver.schedule()
+    assert seq.miss_reason is seq.limit_reason is MissReason.NAMESPACE
+    driver.scheduler.start_over([seq])
+    driver.finish_all()
+    assert seq.miss_reason is seq.limit_reason is MissReason.NO_CHECKPOINT
 
 
 def test_the_own_work_of_a_request_is_no_hit_after_a_failed_step():

@@ -39,16 +39,36 @@ class SchedulerBesideALedger(RuleBasedStateMachine):
         unique=st.integers(0, 40),
         answer=st.integers(1, 5),
         salt=st.sampled_from(["", "", "other"]),
+        exact=st.booleans(),
+        background=st.sampled_from([False, False, True]),
     )
-    def add(self, shared: int, unique: int, answer: int, salt: str) -> None:
+    def add(
+        self, shared: int, unique: int, answer: int, salt: str, exact: bool, background: bool
+    ) -> None:
         name = str(len(self.driver.requests))
         prompt = [*([1] * shared), *([2 + len(name)] * unique)]
-        self.driver.add(name, prompt, answer, salt=salt)
+        self.driver.add(name, prompt, answer, salt=salt, exact=exact, background=background)
+
+    @precondition(lambda self: self.driver.requests)
+    @rule(data=st.data(), more=st.integers(1, 5), exact=st.booleans(), background=st.booleans())
+    def add_the_next_turn(
+        self, data: st.DataObject, more: int, exact: bool, background: bool
+    ) -> None:
+        """A prompt that goes on from what another has said so far."""
+        name = data.draw(st.sampled_from(sorted(self.driver.requests)))
+        before = self.driver.requests[name].token_ids.tolist()[:360]
+        self.driver.add(
+            str(len(self.driver.requests)),
+            [*before, *([3] * more)],
+            2,
+            exact=exact,
+            background=background,
+        )
 
     @precondition(lambda self: not self.in_flight)
     @rule()
     def schedule(self) -> None:
-        running = list(self.driver.scheduler.running)
+        running = [seq for seq in self.driver.scheduler.running if not seq.background]
         preemptions = {seq: seq.num_preemptions for seq in running}
         self.in_flight = bool(self.driver.schedule())
         gone = [seq for seq in running if seq.num_preemptions > preemptions[seq]]
@@ -83,7 +103,8 @@ class SchedulerBesideALedger(RuleBasedStateMachine):
     @invariant()
     def counters_are_possible(self) -> None:
         manager = self.driver.manager
-        counted = sum(seq.was_counted for seq in self.driver.requests.values())
+        requests = [seq for seq in self.driver.requests.values() if not seq.background]
+        counted = sum(seq.was_counted for seq in requests)
         assert 0 <= manager.num_hits <= manager.num_queries == counted
         assert manager.num_hits + manager.misses.total() == manager.num_queries
         for seq in self.driver.requests.values():

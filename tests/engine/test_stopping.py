@@ -21,8 +21,8 @@ def say(monkeypatch):
     def run(answer, *, llm=None, **params):
         ids = list(answer.encode()) if isinstance(answer, str) else list(answer)
 
-        def scripted(seqs, logits):
-            return [chosen(ids[seq.num_generated % len(ids)]) for seq in seqs]
+        def scripted(seqs, drafts, logits):
+            return [[chosen(ids[seq.num_generated % len(ids)])] for seq in seqs]
 
         monkeypatch.setattr(engine.llm, "sample", scripted)
         llm = llm or make_engine()
@@ -80,7 +80,7 @@ def test_a_stop_string_on_the_last_token_counts_as_stop(say):
 
 
 def test_a_stop_string_in_the_prompt_does_not_stop_the_answer(say, monkeypatch):
-    monkeypatch.setattr(engine.llm, "sample", lambda seqs, logits: [chosen(ord("z")) for _ in seqs])
+    monkeypatch.setattr(engine.llm, "sample", lambda seqs, *_: [[chosen(ord("z"))] for _ in seqs])
     [output] = make_engine().generate("stop here", SamplingParams(stop="here", max_tokens=3))
     assert (output.text, output.finish_reason) == ("zzz", "length")
 
@@ -131,9 +131,9 @@ def test_ids_without_a_token_add_no_text(say):
 def test_stopped_requests_leave_the_others_running(monkeypatch):
     answers = {1: "ab.", 2: "abcd.", 3: "abcdefgh"}
 
-    def scripted(seqs, logits):
+    def scripted(seqs, drafts, logits):
         texts = [answers[seq.num_prompt_tokens] for seq in seqs]
-        return [chosen(ord(text[s.num_generated])) for s, text in zip(seqs, texts, strict=True)]
+        return [[chosen(ord(text[s.num_generated]))] for s, text in zip(seqs, texts, strict=True)]
 
     monkeypatch.setattr(engine.llm, "sample", scripted)
     llm = make_engine()

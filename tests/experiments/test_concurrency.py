@@ -1,35 +1,18 @@
 """Concurrent clients: a closed loop, the same outputs as a serial run, and hits where they must."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-import engine.worker
 from cache.linear_state_prefix_cache import LinearStatePrefixCache
-from engine import RequestOutput
 from engine.builtin import BUILTIN_MODEL_DIR
 from engine.tokenizer import Tokenizer
-from experiments.concurrency import (
-    Request,
-    Served,
-    draw,
-    failures,
-    main,
-    make_workload,
-    percentile,
-    serve_clients,
-    summary,
-)
-from experiments.make_model import make_model
+from experiments.clients import Request, Served, make_workload, serve_clients
+from experiments.concurrency import draw, failures, main, percentile, summary
+from tests.experiments.fake_engine import OneAtATime, request_output
 
 DOCUMENT, SUFFIX, NEW = 128, 70, 3
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("models") / "tiny", like="tiny", seed=1)
 
 
 def run(model, tmp_path, *more):
@@ -42,8 +25,10 @@ def run(model, tmp_path, *more):
 
 
 @pytest.mark.parametrize("running", [2, 32])
-def test_every_request_has_the_serial_output_and_shared_ones_hit(model, tmp_path, capsys, running):
-    status, content, picture = run(model, tmp_path, "--max-num-seqs", running)
+def test_every_request_has_the_serial_output_and_shared_ones_hit(
+    tiny_model, tmp_path, capsys, running
+):
+    status, content, picture = run(tiny_model, tmp_path, "--max-num-seqs", running)
     assert status == 0 and content["passed"] and content["failures"] == []
     rows = content["rows"]
     expected = [(1, False), (1, True), (3, False), (3, True)]
@@ -66,28 +51,19 @@ def test_every_request_has_the_serial_output_and_shared_ones_hit(model, tmp_path
 
 
 def test_a_state_that_is_off_by_one_part_in_a_thousand_fails_the_run(
-    model, tmp_path, monkeypatch, capsys
+    tiny_model, tmp_path, perturb_restores, capsys
 ):
-    original = engine.worker.restore_linear_state_slots
-
-    def perturbed(pool, ops, has_initial_state, *, copy):
-        if len(ops) > 1:  # only where requests run together
-            for op in ops:
-                if op.restore_requested:
-                    pool.states[op.restore_src_slot_id] *= 1.001
-        return original(pool, ops, has_initial_state, copy=copy)
-
-    monkeypatch.setattr(engine.worker, "restore_linear_state_slots", perturbed)
-    status, content, picture = run(model, tmp_path)
+    perturb_restores(lambda op, num_ops, copy: num_ops > 1)  # only where requests run together
+    status, content, picture = run(tiny_model, tmp_path)
     assert status == 1 and content["conclusion"] is None and not picture.exists()
     assert [row["bits_equal"] for row in content["rows"]] == [True, True, True, False]
     assert all(f.startswith("3 clients, caching on, client ") for f in content["failures"])
     assert "logits of new token 0 differ" in capsys.readouterr().err
 
 
-def test_a_cache_that_never_hits_fails_the_run(model, tmp_path, monkeypatch):
+def test_a_cache_that_never_hits_fails_the_run(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(LinearStatePrefixCache, "match", lambda *_: [])
-    status, content, _ = run(model, tmp_path)
+    status, content, _ = run(tiny_model, tmp_path)
     assert status == 1
     assert len(content["failures"]) == 3 + 9  # the shared ones of one client and of three
     assert all("reused 0 tokens, not 128" in failure for failure in content["failures"])
@@ -96,29 +72,10 @@ def test_a_cache_that_never_hits_fails_the_run(model, tmp_path, monkeypatch):
 # ---- the loop
 
 
-class OneAtATime:
-    """Ends its oldest request at each step, and notes which it held."""
-
-    def __init__(self):
-        self.queue, self.held = [], []
-
-    def add_request(self, prompt, params):
-        self.queue.append(prompt)
-        return str(prompt)
-
-    def has_unfinished(self):
-        return bool(self.queue)
-
-    def step(self):
-        self.held.append([prompt[0] for prompt in self.queue])
-        done = self.queue.pop(0)
-        return [replace(output(done), request_id=str(done))]
-
-
 def output(prompt, *, cached=0, ttft_ms=1.0, token_ids=(7,)):
     reason = None if cached else "no_checkpoint"
-    ids = list(token_ids)
-    return RequestOutput("r", prompt, ids, "", "length", cached, 0, reason, ttft_ms, None, [])
+    numbers = {"num_cached_tokens": cached, "miss_reason": reason, "ttft_ms": ttft_ms}
+    return request_output(prompt, token_ids, **numbers)
 
 
 def test_a_client_hands_in_its_next_request_when_its_last_has_finished():
@@ -211,9 +168,6 @@ def test_percentiles_are_measured_values(values, percent, expected):
         (["--suffix-tokens", "9"], "--suffix-tokens 9: must be at least 16"),
     ],
 )
-def test_a_bad_option_is_one_clear_error(capsys, options, message):
-    with pytest.raises(SystemExit) as exit_:
-        main(options)
-    assert exit_.value.code == 2
-    last_line = capsys.readouterr().err.splitlines()[-1]
-    assert last_line.startswith("concurrency: error: ") and message in last_line
+def test_a_bad_option_is_one_clear_error(refusal, options, message):
+    line = refusal(main, options)
+    assert line.startswith("concurrency: error: ") and message in line

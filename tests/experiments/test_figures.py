@@ -9,18 +9,18 @@ from experiments.results_io import RESULTS
 
 
 def test_every_plot_is_drawn_again_from_its_json(tmp_path, capsys):
-    for name in ("warm_start", *SCRIPTS):
+    for name in SCRIPTS:
         shutil.copy(RESULTS / f"{name}.json", tmp_path)
     assert main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    for name in ("warm_start", *SCRIPTS):
+    for name in SCRIPTS:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert f"{name}.png: " in printed
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])
 def test_a_result_that_is_missing_or_broken_is_named(tmp_path, capsys, content):
-    for name in ("warm_start", *SCRIPTS):
+    for name in SCRIPTS:
         shutil.copy(RESULTS / f"{name}.json", tmp_path)
     broken = tmp_path / "restore_cost.json"
     broken.unlink()

@@ -4,23 +4,11 @@ import json
 
 import pytest
 
-import engine.worker
 from engine import LLM
 from engine.builtin import BUILTIN_MODEL_DIR
-from experiments.multi_turn import (
-    FIRST_TURN,
-    KV_GONE,
-    LATEST,
-    NO_STATE,
-    Probe,
-    Turn,
-    aggregated,
-    conversation_turns,
-    draw,
-    latest_boundaries,
-    main,
-    why_not_later,
-)
+from experiments.conversations import Turn, conversation_turns, latest_boundaries
+from experiments.multi_turn import Probe, draw, main, why_not_later
+from experiments.multi_turn_report import FIRST_TURN, KV_GONE, LATEST, NO_STATE, aggregated
 
 
 def test_latest_is_the_last_boundary_below_the_end_of_the_prompt_before():
@@ -102,22 +90,29 @@ def test_without_room_for_blocks_it_is_the_kv_that_is_gone(tmp_path):
     assert KV_GONE in {row["why_not_later"] for row in rows if row["num_slots"] == 40}
 
 
-def test_a_state_that_is_off_by_one_part_in_a_thousand_fails_the_run(tmp_path, monkeypatch, capsys):
-    original = engine.worker.restore_linear_state_slots
-
-    def perturbed(pool, ops, has_initial_state, *, copy):
-        for op in ops:
-            if op.restore_requested:
-                pool.states[op.restore_src_slot_id] *= 1.001
-        return original(pool, ops, has_initial_state, copy=copy)
-
-    monkeypatch.setattr(engine.worker, "restore_linear_state_slots", perturbed)
+def test_a_state_that_is_off_by_one_part_in_a_thousand_fails_the_run(
+    tmp_path, perturb_restores, capsys
+):
+    perturb_restores()
     status, path = run(tmp_path)
     assert status == 1 and not path.exists()
     assert "turn 2: logits of new token 0 differ" in capsys.readouterr().err
 
 
-def test_one_turn_is_no_conversation(tmp_path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        run(tmp_path, "--turns", 1)
-    assert caught.value.code == 2 and "at least 2" in capsys.readouterr().err
+def test_another_model_is_served_and_named(tiny_model, tmp_path):
+    status, path = run(tmp_path, "--model", tiny_model, "--conversations", 2, "--turns", 2)
+    content = json.loads(path.read_text())
+    assert status == 0 and content["options"]["model"] == "tiny"
+    assert content["answered"] == 0, "random weights know nothing"
+    assert {row["why_not_later"] for row in content["rows"]} == {FIRST_TURN, LATEST, NO_STATE}
+
+
+def test_prompts_beyond_the_model_are_refused(tiny_model, tmp_path, capsys):
+    status, path = run(tmp_path, "--model", tiny_model, "--sentences", 200)
+    assert status == 2 and not path.exists()
+    assert "tokens are needed; the model has 4096" in capsys.readouterr().err
+
+
+def test_one_turn_is_no_conversation(tmp_path, refusal):
+    line = refusal(main, ["--turns", 1, "--json", tmp_path / "x.json"])
+    assert line == "multi_turn: error: --turns 1: a conversation has at least 2"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.options import results_file, seconds
+from experiments.options import results_file, seconds, share
 
 
 def test_a_results_file_may_lie_in_folders_that_are_yet_to_be_made(tmp_path):
@@ -32,3 +32,13 @@ def test_no_time_at_all_is_refused(text):
 
 def test_seconds_are_a_number():
     assert seconds("270.5") == 270.5
+
+
+def test_a_share_is_a_part_of_a_whole():
+    assert [share(text) for text in ("0", "0.95", "1")] == [0, 0.95, 1]
+
+
+@pytest.mark.parametrize("text", ["1.01", "-0.1", "nan", "95 %", ""])
+def test_more_than_the_whole_is_no_share(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a share from 0 to 1"):
+        share(text)

@@ -1,5 +1,7 @@
 """An answer counts where it is the fact's sentence, in the part of the document it is about."""
 
+import json
+
 import pytest
 
 import experiments.recall_accuracy as module
@@ -35,20 +37,47 @@ def test_the_answers_are_those_of_the_model(llm):
     assert row["exact"] == 1.0
 
 
-@pytest.mark.parametrize(("least", "status"), [("0.5", 0), ("0.51", 1)])
-def test_too_few_right_answers_are_a_failure(monkeypatch, tmp_path, capsys, least, status):
+@pytest.fixture
+def half_right(monkeypatch):
+    """Every measurement says that half of the answers are right; the list notes what was asked."""
+    asked = []
+
     def some(_llm, facts, tokens, documents):
+        asked.append((facts, tokens, documents))
         shares = {"exact": 0.5, "exact_of_changed": None, "exact_by_distance": [0.5, None]}
         return {"facts": facts, "tokens": tokens, "asked": 8, "documents": documents} | shares
 
     monkeypatch.setattr(module, "measure", some)
-    out = str(tmp_path / "x.json")
-    assert module.main(["--small", "--json", out, "--least", least]) == status
-    assert "50.0 % are answered to the letter; never 90 %" in capsys.readouterr().out
+    return asked
 
 
-def test_a_model_that_is_not_there_is_refused(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        module.main(["--model", "/nowhere"])
-    assert stopped.value.code == 2
-    assert "--model: /nowhere/config.json: no such file" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        (["--least", "0.5"], 0, ""),
+        (["--least", "0.51"], 1, "50.0 % are right, --least asks for 51.0 %"),
+        (["--least", "0"], 0, ""),
+        (["--least", "0", "--goal", "0.5"], 0, ""),
+        (["--least", "0", "--goal", "0.95"], 1, "50.0 % are right, --goal asks for 95.0 %"),
+        ([], 1, "50.0 % are right, --least asks for 80.0 %"),
+    ],
+)
+def test_too_few_right_answers_are_a_failure(half_right, tmp_path, capsys, options, status, said):
+    out = tmp_path / "x.json"
+    assert module.main(["--small", "--json", str(out), *options]) == status
+    assert half_right == [(16, 1024, 2), (64, 4096, 2)], "the goal's size is among the small ones"
+    captured = capsys.readouterr()
+    assert "50.0 % are answered to the letter; never 90 %" in captured.out
+    assert [line for line in captured.err.splitlines() if "asks for" in line] == [said] * bool(said)
+    assert json.loads(out.read_text())["rows"][1]["exact"] == 0.5, "this run's, whatever the goal"
+
+
+@pytest.mark.parametrize("text", ["95", "-0.1", "nan", "most"])
+def test_a_goal_that_is_no_share_is_refused(refusal, text):
+    assert f"{text!r}; expected a share from 0 to 1" in refusal(module.main, [f"--goal={text}"])
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path, capsys):
+    assert module.main(["--model", "/nowhere", "--json", str(tmp_path / "x.json")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("recall_accuracy: error: /nowhere/config.json: no such file")

@@ -7,10 +7,10 @@ import torch
 
 import experiments.semantic_drift as module
 from engine import LLM, SamplingParams
+from experiments.drift_answers import well_formed
 from experiments.fault_injection import FAULTS, checkpoint_slots, injected
-from experiments.make_model import make_model
 from experiments.recall_documents import RELATIONS, Fact
-from experiments.semantic_drift import draw, main, well_formed
+from experiments.semantic_drift import draw, main
 
 STRIDE, BOUNDARY = 64, 128
 DOCUMENT = [(7 * i) % 251 for i in range(200)]  # saved at 64, 128 and 192
@@ -20,20 +20,15 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=3, return_logits=True, ignor
 BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("models") / "tiny", like="tiny", seed=1)
-
-
 def engine(model, **more):
     sizes = dict(max_num_seqs=1, num_slots=16, num_blocks=16, checkpoint_every=STRIDE)
     return LLM(model, **(sizes | dict(restore="copy") | more))
 
 
 @pytest.fixture
-def filled(model):
+def filled(tiny_model):
     """An engine that has read both documents, and where their states lie."""
-    llm = engine(model)
+    llm = engine(tiny_model)
     llm.generate([DOCUMENT], SamplingParams(temperature=0.0, max_tokens=1))
     llm.generate([OTHER], SamplingParams(temperature=0.0, max_tokens=1))
     where = dict(boundary=BOUNDARY, slots=checkpoint_slots(llm, DOCUMENT))
@@ -41,8 +36,8 @@ def filled(model):
 
 
 @pytest.fixture(scope="module")
-def cold(model):
-    return engine(model, enable_prefix_caching=False).generate(QUESTION, GREEDY)[0]
+def cold(tiny_model):
+    return engine(tiny_model, enable_prefix_caching=False).generate(QUESTION, GREEDY)[0]
 
 
 def ask(llm, where, name, look=None):
@@ -146,8 +141,8 @@ def test_methods_and_kv_are_put_back_when_a_request_fails(filled, cold):
     assert "_restore" not in vars(llm.worker) and "publish" not in vars(llm.manager.kv)
 
 
-def test_only_a_copied_state_can_be_altered(model):
-    llm = engine(model, restore="redirect")
+def test_only_a_copied_state_can_be_altered(tiny_model):
+    llm = engine(tiny_model, restore="redirect")
     with (
         pytest.raises(ValueError, match="restore='redirect'; expected 'copy'"),
         injected(llm, FAULTS[0], boundary=64, slots={}, other_slots={}),
@@ -216,11 +211,8 @@ def test_a_control_that_differs_fails_the_run(tmp_path, monkeypatch, capsys):
         (("--questions", 5), "--questions 5; expected at most --facts 4"),
     ],
 )
-def test_refused_options_name_value_and_rule(tmp_path, capsys, options, message):
-    with pytest.raises(SystemExit) as stopped:
-        run(tmp_path, *options)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+def test_refused_options_name_value_and_rule(refusal, options, message):
+    assert message in refusal(main, [*SIZES, *options])
 
 
 @pytest.mark.parametrize(

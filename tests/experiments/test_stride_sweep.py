@@ -4,24 +4,15 @@ import json
 
 import pytest
 
-import engine.worker
 from cache.cached_sequence import CachedSequence
 from cache.composite_block_manager import CompositeBlockManager
 from cache.hashing import HashDomain
 from cache.kv_block_manager import KVBlockManager
 from cache.linear_state_block_manager import LinearStateBlockManager
-from experiments.stride_sweep import (
-    CHECKPOINT_BYTES_9B,
-    INTERVALS,
-    POLICIES,
-    Policy,
-    conclusion,
-    draw,
-    main,
-    prompts_of,
-    reusable_tokens,
-    trace_rows,
-)
+from experiments.save_policies import INTERVALS, POLICIES, Policy
+from experiments.stride_sweep import draw, main, reusable_tokens
+from experiments.stride_sweep_report import conclusion
+from experiments.trace_replay import CHECKPOINT_BYTES_9B, prompts_of, trace_rows
 from experiments.traces import MOONCAKE_FILE, Request
 
 
@@ -163,16 +154,23 @@ def test_a_bad_trace_is_refused_before_the_work(tmp_path, capsys):
     assert "line 1" in capsys.readouterr().err
 
 
-def test_a_spoilt_state_fails_the_run(tmp_path, monkeypatch, capsys):
-    original = engine.worker.restore_linear_state_slots
-
-    def spoilt(pool, ops, has_initial_state, *, copy):
-        for op in ops:
-            if op.restore_requested:
-                pool.states[op.restore_src_slot_id] = float("nan")
-        return original(pool, ops, has_initial_state, copy=copy)
-
-    monkeypatch.setattr(engine.worker, "restore_linear_state_slots", spoilt)
+def test_a_spoilt_state_fails_the_run(tmp_path, perturb_restores, capsys):
+    perturb_restores(factor=float("nan"))
     status, path = run(tmp_path)
     assert status == 1 and not path.exists()
     assert "checkpoint_every 64, request 2: tokens" in capsys.readouterr().err
+
+
+def test_another_model_is_served_and_named(tiny_model, tmp_path):
+    status, path = run(tmp_path, "--model", tiny_model, "--sentences", 20)
+    content = json.loads(path.read_text())
+    assert status == 0 and content["options"]["model"] == "tiny"
+    dense = content["rows"][1]
+    assert dense["every"] == 64
+    assert dense["reused_tokens"] == dense["reusable_tokens"] > 0
+
+
+def test_prompts_beyond_the_model_are_refused(tiny_model, tmp_path, capsys):
+    status, path = run(tmp_path, "--model", tiny_model, "--sentences", 200)
+    assert status == 2 and not path.exists()
+    assert "tokens are needed; the model has 4096" in capsys.readouterr().err

@@ -5,19 +5,9 @@ import json
 import pytest
 import torch
 
-import engine.worker
 from cache.linear_state_prefix_cache import LinearStatePrefixCache
-from engine.builtin import BUILTIN_MODEL_DIR
-from engine.tokenizer import Tokenizer
 from experiments.bare_model import BareModel
-from experiments.make_model import make_model
-from experiments.recall_documents import ASSISTANT, END
-from experiments.ttft_vs_prefix import draw, main, questioned_document
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("models") / "tiny", like="tiny", seed=1)
+from experiments.ttft_vs_prefix import draw, main
 
 
 def run(model, tmp_path, *more):
@@ -30,9 +20,9 @@ def run(model, tmp_path, *more):
 
 @pytest.mark.parametrize("suffix", [64, 150])
 def test_warm_requests_resume_at_the_end_of_the_document_with_equal_bits(
-    model, tmp_path, capsys, suffix
+    tiny_model, tmp_path, capsys, suffix
 ):
-    status, content, picture = run(model, tmp_path, "--suffix-tokens", suffix)
+    status, content, picture = run(tiny_model, tmp_path, "--suffix-tokens", suffix)
     assert status == 0 and content["passed"] and content["failures"] == []
     rows = content["rows"]
     assert [row["prefix_tokens"] for row in rows] == [128, 320]
@@ -54,19 +44,11 @@ def test_warm_requests_resume_at_the_end_of_the_document_with_equal_bits(
 
 
 def test_a_state_that_is_off_by_one_part_in_a_thousand_fails_the_run(
-    model, tmp_path, monkeypatch, capsys
+    tiny_model, tmp_path, perturb_restores, capsys
 ):
-    original = engine.worker.restore_linear_state_slots
-
-    def perturbed(pool, ops, has_initial_state, *, copy):
-        for op in ops:
-            if op.restore_requested and op.boundary == 320 and copy:
-                pool.states[op.restore_src_slot_id] *= 1.001
-        return original(pool, ops, has_initial_state, copy=copy)
-
-    run(model, tmp_path)
-    monkeypatch.setattr(engine.worker, "restore_linear_state_slots", perturbed)
-    status, content, picture = run(model, tmp_path)
+    run(tiny_model, tmp_path)
+    perturb_restores(lambda op, num_ops, copy: op.boundary == 320 and copy)
+    status, content, picture = run(tiny_model, tmp_path)
     assert status == 1 and not content["passed"] and content["conclusion"] is None
     assert [row["bits_equal"] for row in content["rows"]] == [True, False]
     assert not picture.exists(), "the picture of the good run before is still there"
@@ -75,9 +57,9 @@ def test_a_state_that_is_off_by_one_part_in_a_thousand_fails_the_run(
     assert "copy: logits of new token 0 differ" in capsys.readouterr().err
 
 
-def test_a_cache_that_never_hits_fails_the_run(model, tmp_path, monkeypatch):
+def test_a_cache_that_never_hits_fails_the_run(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(LinearStatePrefixCache, "match", lambda *_: [])
-    status, content, _ = run(model, tmp_path, "--repeats", 1)
+    status, content, _ = run(tiny_model, tmp_path, "--repeats", 1)
     assert status == 1
     assert content["failures"] == [
         f"prefix {prefix}, question 0, {kind}: reused 0 tokens, not {prefix}"
@@ -86,27 +68,14 @@ def test_a_cache_that_never_hits_fails_the_run(model, tmp_path, monkeypatch):
     ]
 
 
-def test_a_line_for_other_work_than_the_request_fails_the_run(model, tmp_path, monkeypatch):
+def test_a_line_for_other_work_than_the_request_fails_the_run(tiny_model, tmp_path, monkeypatch):
     original = BareModel.prefill
     monkeypatch.setattr(BareModel, "prefill", lambda *args: torch.neg(original(*args)))
-    status, content, _ = run(model, tmp_path, "--repeats", 1)
+    status, content, _ = run(tiny_model, tmp_path, "--repeats", 1)
     assert status == 1
     assert content["failures"][0] == (
         "prefix 128, question 0, suffix alone: other logits than cold"
     )
-
-
-@pytest.mark.parametrize(("prefix", "suffix"), [(64, 64), (1000, 64), (4096, 200)])
-def test_prompts_share_exactly_the_document_and_end_where_the_answer_begins(prefix, suffix):
-    tokenizer = Tokenizer.from_directory(BUILTIN_MODEL_DIR)
-    sizes = {"prefix": prefix, "suffix": suffix, "questions": 9}
-    prompts = questioned_document(tokenizer, 1, **sizes)
-    assert {len(prompt) for prompt in prompts} == {prefix + suffix}
-    assert len({tuple(prompt[:prefix]) for prompt in prompts}) == 1
-    assert len({tuple(prompt[prefix : prefix + 64]) for prompt in prompts}) == 9
-    assert all(tokenizer.decode(prompt).endswith(END + ASSISTANT) for prompt in prompts)
-    assert prompts == questioned_document(tokenizer, 1, **sizes)
-    assert prompts[0][:prefix] != questioned_document(tokenizer, 2, **sizes)[0][:prefix]
 
 
 @pytest.mark.parametrize(
@@ -118,15 +87,12 @@ def test_prompts_share_exactly_the_document_and_end_where_the_answer_begins(pref
         (["--json", "out.png"], "expected a file name that ends in .json"),
     ],
 )
-def test_a_bad_option_is_one_clear_error(capsys, options, message):
-    with pytest.raises(SystemExit) as exit_:
-        main(options)
-    assert exit_.value.code == 2
-    last_line = capsys.readouterr().err.splitlines()[-1]
-    assert last_line.startswith("ttft_vs_prefix: error: ") and message in last_line
+def test_a_bad_option_is_one_clear_error(refusal, options, message):
+    line = refusal(main, options)
+    assert line.startswith("ttft_vs_prefix: error: ") and message in line
 
 
-def test_a_prefix_beyond_the_model_is_refused(model, tmp_path, capsys):
+def test_a_prefix_beyond_the_model_is_refused(tiny_model, tmp_path, capsys):
     path = str(tmp_path / "a.json")
-    assert main(["--model", str(model), "--prefixes", "4096", "--json", path]) == 2
+    assert main(["--model", str(tiny_model), "--prefixes", "4096", "--json", path]) == 2
     assert "4160 tokens are needed; the model has 4096" in capsys.readouterr().err

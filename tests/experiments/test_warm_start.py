@@ -2,15 +2,12 @@
 
 import json
 import shutil
-from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
 
-import engine.worker
 from cache.linear_state_prefix_cache import LinearStatePrefixCache
-from engine import RequestOutput
 from engine.config import EngineConfig
 from engine.tokenizer import Tokenizer
 from experiments.cold_and_warm import (
@@ -21,17 +18,12 @@ from experiments.cold_and_warm import (
     least_boundary,
     serve,
 )
-from experiments.make_model import make_model
 from experiments.results_io import write_json
 from experiments.shared_prompts import numbered_sections, shared_prompts
 from experiments.warm_start import main
+from tests.experiments.fake_engine import OneAtATime, request_output
 
 PREFIX, SUFFIX, EVERY = 330, 100, 128  # forks at 320; prompts end at 430, their grid at 384
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("models") / "tiny", like="tiny", seed=1)
 
 
 def run(model, tmp_path, *more):
@@ -45,10 +37,10 @@ def run(model, tmp_path, *more):
 
 @pytest.mark.parametrize("restore", ["redirect", "copy"])
 def test_every_request_hits_its_deepest_boundary_with_equal_bits(
-    model, tmp_path, monkeypatch, capsys, restore
+    tiny_model, tmp_path, monkeypatch, capsys, restore
 ):
     monkeypatch.chdir(tmp_path)
-    status, content, picture = run(model, tmp_path, "--restore", restore)
+    status, content, picture = run(tiny_model, tmp_path, "--restore", restore)
     assert status == 0 and content["passed"] and content["failures"] == []
     assert content["config"]["restore"] == restore
     rows = content["requests"]
@@ -73,19 +65,11 @@ def test_every_request_hits_its_deepest_boundary_with_equal_bits(
 
 
 def test_a_state_that_is_off_by_one_part_in_a_thousand_fails_the_run(
-    model, tmp_path, monkeypatch, capsys
+    tiny_model, tmp_path, perturb_restores, capsys
 ):
-    original = engine.worker.restore_linear_state_slots
-
-    def perturbed(pool, ops, has_initial_state, *, copy):
-        for op in ops:
-            if op.restore_requested and op.boundary == 384:
-                pool.states[op.restore_src_slot_id] *= 1.001
-        return original(pool, ops, has_initial_state, copy=copy)
-
-    run(model, tmp_path)
-    monkeypatch.setattr(engine.worker, "restore_linear_state_slots", perturbed)
-    status, content, picture = run(model, tmp_path)
+    run(tiny_model, tmp_path)
+    perturb_restores(lambda op, num_ops, copy: op.boundary == 384)
+    status, content, picture = run(tiny_model, tmp_path)
     assert status == 1 and not content["passed"] and content["conclusion"] is None
     assert not any(row["bits_equal"] for row in content["requests"])
     assert not picture.exists(), "the picture of the good run before is still there"
@@ -93,9 +77,9 @@ def test_a_state_that_is_off_by_one_part_in_a_thousand_fails_the_run(
     assert "question 1, serial, warm: logits of new token 0 differ" in captured.err
 
 
-def test_a_cache_that_never_hits_fails_the_run(model, tmp_path, monkeypatch, capsys):
+def test_a_cache_that_never_hits_fails_the_run(tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(LinearStatePrefixCache, "match", lambda *_: [])
-    status, content, _ = run(model, tmp_path)
+    status, content, _ = run(tiny_model, tmp_path)
     assert status == 1 and all(row["bits_equal"] for row in content["requests"])
     named = [line.split(":")[0] for line in content["failures"]]
     warm = [f"question {i}, {mode}, warm" for mode in ("serial", "concurrent") for i in (1, 2, 3)]
@@ -103,8 +87,8 @@ def test_a_cache_that_never_hits_fails_the_run(model, tmp_path, monkeypatch, cap
     assert "question 1, serial, warm: must reuse at least 384 tokens" in capsys.readouterr().err
 
 
-def test_a_model_without_a_tokenizer_is_given_random_ids(model, tmp_path):
-    bare = shutil.copytree(model, tmp_path / "bare")
+def test_a_model_without_a_tokenizer_is_given_random_ids(tiny_model, tmp_path):
+    bare = shutil.copytree(tiny_model, tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
     status, content, _ = run(bare, tmp_path, "--questions", 1)
     assert status == 0 and content["requests"][0]["boundary"] == 384
@@ -116,37 +100,19 @@ def test_a_cold_pass_that_reuses_something_fails():
     assert found == ["question 1, serial, cold: reused 384 tokens, caching is off"]
 
 
-class OneAtATime:
-    """Ends its newest request at each step, and notes how many it held."""
-
-    def __init__(self):
-        self.queue, self.held = [], []
-
-    def add_request(self, prompt, params):
-        self.queue.append(prompt)
-        return str(prompt)
-
-    def has_unfinished(self):
-        return bool(self.queue)
-
-    def step(self):
-        self.held.append(len(self.queue))
-        return [replace(output([1], []), request_id=str(self.queue.pop()))]
-
-
 @pytest.mark.parametrize(("mode", "held"), [("serial", [1, 1, 1]), ("concurrent", [3, 2, 1])])
 def test_concurrent_hands_in_all_requests_and_keeps_their_order(mode, held):
-    llm, advanced = OneAtATime(), []
+    llm, advanced = OneAtATime(newest=True), []
     outputs = serve(llm, [[5], [6], [7]], None, mode=mode, advance=lambda: advanced.append(1))
     assert [o.request_id for o in outputs] == ["[5]", "[6]", "[7]"]
-    assert llm.held == held and len(advanced) == 3
+    assert [len(queue) for queue in llm.held] == held and len(advanced) == 3
 
 
 # ---- comparing
 
 
 def output(token_ids, logits):
-    return RequestOutput("r", [1], token_ids, "", "length", 0, 0, None, 1.0, None, logits)
+    return request_output(token_ids=token_ids, logits=logits)
 
 
 def test_a_single_bit_in_a_single_row_is_a_difference():
@@ -210,18 +176,17 @@ def test_what_a_request_must_reuse(i, mode, pass_, prompt_tokens, expected):
         (["--question", "2"], "unrecognized arguments: --question"),
     ],
 )
-def test_a_bad_option_is_one_clear_error(model, monkeypatch, tmp_path, capsys, options, message):
+def test_a_bad_option_is_one_clear_error(
+    tiny_model, monkeypatch, tmp_path, refusal, options, message
+):
     monkeypatch.chdir(tmp_path)
-    start = ["--model", str(model), "--prefix-tokens", "90", "--suffix-tokens", "40"]
-    with pytest.raises(SystemExit) as exit_:
-        main([*start, "--json", "out.json", *options])
-    assert exit_.value.code == 2
-    last_line = capsys.readouterr().err.splitlines()[-1]
-    assert last_line.startswith("warm_start: error: ") and message in last_line
+    start = ["--model", str(tiny_model), "--prefix-tokens", "90", "--suffix-tokens", "40"]
+    line = refusal(main, [*start, "--json", "out.json", *options])
+    assert line.startswith("warm_start: error: ") and message in line
 
 
-def test_a_model_without_weights_is_one_clear_error(model, tmp_path, capsys):
-    bare = shutil.copytree(model, tmp_path / "bare")
+def test_a_model_without_weights_is_one_clear_error(tiny_model, tmp_path, capsys):
+    bare = shutil.copytree(tiny_model, tmp_path / "bare")
     (bare / "model.safetensors").unlink()
     assert (
         main(["--model", str(bare), "--prefix-tokens", "90", "--json", str(tmp_path / "a.json")])
@@ -231,17 +196,30 @@ def test_a_model_without_weights_is_one_clear_error(model, tmp_path, capsys):
     assert last_line.startswith("warm_start: error: ") and "bare" in last_line
 
 
-def test_a_tokenizer_of_another_model_is_refused(model):
+def test_a_tokenizer_of_another_model_is_refused(tiny_model):
     with pytest.raises(ValueError, match="gives id 121; the model has ids below 100"):
         shared_prompts(
-            Tokenizer.from_directory(model), 100, prefix_tokens=50, suffix_tokens=9, num_questions=1
+            Tokenizer.from_directory(tiny_model),
+            100,
+            prefix_tokens=50,
+            suffix_tokens=9,
+            num_questions=1,
         )
 
 
-def test_pools_beyond_this_machine_are_refused(model, monkeypatch, tmp_path, capsys):
+def test_pools_beyond_this_machine_are_refused(tiny_model, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("experiments.warm_start.memory_bytes", lambda: 10**6)
     with pytest.raises(SystemExit) as exit_:
-        main(["--model", str(model), "--prefix-tokens", "500", "--json", str(tmp_path / "a.json")])
+        main(
+            [
+                "--model",
+                str(tiny_model),
+                "--prefix-tokens",
+                "500",
+                "--json",
+                str(tmp_path / "a.json"),
+            ]
+        )
     assert exit_.value.code == 2
     assert "this machine has 0.0 GB of memory" in capsys.readouterr().err
 
@@ -256,8 +234,8 @@ def prompts_of(tokenizer, **sizes):
 
 @pytest.mark.parametrize("sizes", [{}, {"prefix_tokens": 20_000}, {"suffix_tokens": 500}])
 @pytest.mark.parametrize("with_tokenizer", [True, False])
-def test_prompts_share_exactly_the_document(model, with_tokenizer, sizes):
-    tokenizer = Tokenizer.from_directory(model) if with_tokenizer else None
+def test_prompts_share_exactly_the_document(tiny_model, with_tokenizer, sizes):
+    tokenizer = Tokenizer.from_directory(tiny_model) if with_tokenizer else None
     sizes = {"prefix_tokens": 50, "suffix_tokens": 20} | sizes
     prompts = prompts_of(tokenizer, **sizes)
     assert {len(prompt) for prompt in prompts} == {sum(sizes.values())}

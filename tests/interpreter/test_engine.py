@@ -122,6 +122,41 @@ def test_requests_at_once_have_the_bits_of_one_at_a_time(models, cold):
         assert torch.equal(logits(output), logits(cold(tokens)))
 
 
+def test_verified_guesses_have_the_bits_of_tokens_decoded_one_by_one(tmp_path):
+    """Right and wrong ones, across a boundary of the grid."""
+    out = make_model(
+        tmp_path / "drafts", like="tiny", layers=3, seed=5, overrides=SHAPE, draft=True
+    )
+    config = ModelConfig.from_directory(out)
+    model = Qwen35Model(
+        config,
+        read_weights(out, config, draft=True),
+        dtype=torch.float32,
+        ops=ops_for("cpu", implementation="triton"),
+        draft=True,
+    )
+    greedy = SamplingParams(temperature=0, ignore_eos=True, return_logits=True, max_tokens=8)
+    tokens = SHARED[:125]
+    [plain] = engine(model, enable_prefix_caching=False).generate([tokens], greedy)
+    said = [*tokens, *plain.token_ids]
+    draft = model.draft
+
+    def guess(rows, *where):
+        guesses = draft(rows, *where)
+        right = [said[row.start + 1 : row.end] for row in rows]
+        return [
+            its if row.start % 3 else true
+            for row, its, true in zip(rows, guesses, right, strict=True)
+        ]
+
+    model.draft = guess
+    llm = engine(model, num_speculative_tokens=2, num_slots=20)
+    [output] = llm.generate([tokens], greedy)
+    assert output.token_ids == plain.token_ids
+    assert torch.equal(logits(output), logits(plain))
+    assert 0 < llm.stats().tokens_accepted < llm.stats().tokens_drafted
+
+
 def test_an_engine_is_told_its_kernels_by_its_settings(directory):
     llm = LLM(
         directory,
