@@ -2,9 +2,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+REGRESSION_STAMP := $(VENV)/.regression-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit interpreter aot gpu-check mutations bench experiments figures train clean
+.PHONY: help setup demo test lint unit interpreter aot gpu-check mutations bench experiments regression figures train clean
 
 # List the targets.
 help:
@@ -71,6 +72,15 @@ experiments: setup
 		echo "experiments: python -m experiments.$$name --small"; \
 		$(BIN)/python -m experiments.$$name --small --json build/experiments/$$name.json || exit 1; \
 	done
+
+# Ask a real server with OpenAI's client package and GuideLLM: do hits arrive, is a token changed? (minutes)
+regression: $(REGRESSION_STAMP)
+	@$(BIN)/python -m experiments.regression
+
+$(REGRESSION_STAMP): requirements-regression.txt $(STAMP)
+	@echo "regression: installing requirements-regression.txt"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-regression.txt
+	@touch $@
 
 # Redraw every plot from the committed JSON, measuring nothing.
 figures: setup

@@ -79,6 +79,7 @@ def create_app(
     )
     app.state.engine, app.state.max_body_bytes = engine, max_body_bytes
     service = Service(engine, planner, idle_prefill=idle_prefill)
+    app.state.service = service
     app.include_router(_generation_routes(service, model))
     app.include_router(_model_routes(model))
     app.include_router(_status_routes(engine, metrics, model))

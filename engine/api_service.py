@@ -35,6 +35,11 @@ class Service:
         self._idle_prefill = idle_prefill
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def num_preparing(self) -> int:
+        """Next turns whose prefill is yet to be handed to the engine."""
+        return len(self._tasks)
+
     async def respond(
         self,
         request: Request,

@@ -265,8 +265,8 @@ def training_text(
     updates = num_facts // 8
     events = ["fact"] * (num_facts + updates)
     events += ["filler"] * max(0, num_sentences - len(events)) + ["question"] * num_questions
-    # Most questions in the later half, where there is most to remember.
-    places = [rng.random() + 0.5 * rng.random() * (event == "question") for event in events]
+    # Half of the questions come after the last fact, when there is most to remember.
+    places = [rng.random() + rng.random() * (event == "question") for event in events]
     order = [event for _, event in sorted(zip(places, events, strict=True))]
     kinds = iter(_kinds(rng, num_facts, updates))
     text = USER

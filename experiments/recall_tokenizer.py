@@ -11,7 +11,10 @@ _SPLIT = r" ?\p{L}+| ?\p{N}+|[^\s\p{L}\p{N}]|\s"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}: {{ message['content'] | trim }}<|im_end|>"
+    "<|im_start|>{{ message['role'] }}: "
+    "{% if message['content'] is string %}{{ message['content'] | trim }}"
+    "{% else %}{% for part in message['content'] %}{{ part['text'] | trim }}{% endfor %}"
+    "{% endif %}<|im_end|>"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
 )

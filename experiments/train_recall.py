@@ -54,10 +54,10 @@ STAGES = (
     Stage(256, 12, 14, 8, 14, 0.85, 1500),
     Stage(512, 8, 24, 16, 28, 0.90, 1500),
     Stage(768, 6, 40, 24, 44, 0.90, 1500),
-    Stage(1024, 6, 64, 32, 70, 0.88, 200),
-    Stage(2048, 3, 80, 48, 160, 0.90, 120),
-    Stage(1024, 6, 72, 32, 72, 2.0, 120),
-    Stage(4096, 2, 84, 72, 340, 2.0, 470),
+    Stage(1024, 6, 64, 32, 70, 0.90, 200),
+    Stage(2048, 3, 84, 48, 160, 0.90, 200),
+    Stage(1024, 6, 76, 32, 80, 2.0, 120),
+    Stage(4096, 2, 96, 72, 340, 2.0, 850),
 )
 DECAY_STAGES = 2
 
@@ -70,7 +70,7 @@ SHAPE: dict[str, Any] = {
     "head_dim": 32,
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
+    "linear_key_head_dim": 64,
     "linear_value_head_dim": 32,
     "max_position_embeddings": 32_768,
     "eos_token_id": model_shapes.FIRST_SPECIAL_ID + model_shapes.SPECIAL_TOKENS.index("<|im_end|>"),
@@ -105,7 +105,7 @@ class Batches:
         weights = torch.zeros(shape.rows, shape.tokens)
         is_value = torch.zeros(shape.rows, shape.tokens, dtype=torch.bool)
         for row in range(shape.rows):
-            facts = rng.randint(max(2, shape.facts // 3), shape.facts)
+            facts = rng.randint(max(2, shape.facts // 2), shape.facts)
             pieces = training_text(
                 rng,
                 num_facts=facts,

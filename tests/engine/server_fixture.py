@@ -97,9 +97,10 @@ class RunningServer:
 
     def assert_idle(self):
         """In a moment nothing is held and nothing is queued, by the engine's own books too."""
+        eventually(lambda: not self.app.state.service.num_preparing)
         eventually(lambda: held(self.stats()["engine"]) == [0] * 5)
+        eventually(lambda: not self.on_engine(self.llm.has_unfinished))
         self.on_engine(self.llm.scheduler.check)
-        assert not self.on_engine(self.llm.has_unfinished)
         assert self.engine.num_unfinished == 0
 
 

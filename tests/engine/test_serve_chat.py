@@ -133,6 +133,7 @@ def test_every_turn_resumes_within_a_stride_of_the_history_before_it(server, cli
 
 
 def test_idle_prefill_is_no_request_of_anybody(server, client):
+    server.assert_idle()
     before = server.stats()
     chat(client, warmstate={"cache_salt": next(salts)})
 
@@ -147,6 +148,7 @@ def test_idle_prefill_is_no_request_of_anybody(server, client):
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_idle_prefill_follows_exact_chats_alone(server, client, exact):
+    server.assert_idle()
     before = server.stats()["engine"]["tokens_prefilled_idle"]
     chat(client, warmstate={"cache_salt": next(salts), "exact": exact})
     if exact:

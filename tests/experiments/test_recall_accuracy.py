@@ -54,12 +54,10 @@ def half_right(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "status", "said"),
     [
-        (["--least", "0.5"], 0, ""),
-        (["--least", "0.51"], 1, "50.0 % are right, --least asks for 51.0 %"),
-        (["--least", "0"], 0, ""),
-        (["--least", "0", "--goal", "0.5"], 0, ""),
-        (["--least", "0", "--goal", "0.95"], 1, "50.0 % are right, --goal asks for 95.0 %"),
-        ([], 1, "50.0 % are right, --least asks for 80.0 %"),
+        (["--goal", "0.5"], 0, ""),
+        (["--goal", "0.51"], 1, "50.0 % are right, --goal asks for 51.0 %"),
+        (["--goal", "0"], 0, ""),
+        ([], 1, "50.0 % are right, --goal asks for 95.0 %"),
     ],
 )
 def test_too_few_right_answers_are_a_failure(half_right, tmp_path, capsys, options, status, said):
