@@ -58,6 +58,7 @@ ENGINE_TESTS = [
     "tests/engine/test_scheduler_reuse.py",
     "tests/engine/test_scheduler.py",
     "tests/engine/test_background.py",
+    "tests/engine/test_drafts.py",
     "tests/engine/test_scheduler_stateful.py",
 ]
 SLOW_TESTS = [
