@@ -169,3 +169,30 @@ def test_check_sees_a_published_slot_that_the_index_does_not_know():
     linear.cache.forget(2)
     with pytest.raises(AssertionError, match="disagree"):
         linear.check()
+
+
+# ---- drafts
+
+
+def test_scratch_leaves_the_live_slots_that_others_will_need():
+    linear = linear_leaf(8, max_num_seqs=4)
+    seq = sequence(range(4))
+    linear_step(linear, seq, 4)
+    assert linear.pool.num_available == 6
+    assert not linear.take_scratch(seq, 4) and not seq.scratch
+    assert linear.take_scratch(seq, 3)
+    assert linear.pool.num_available == 3
+    linear.discard(seq)
+    assert linear.pool.num_in_use == 0
+
+
+def test_the_slot_after_the_last_true_token_becomes_the_live_slot():
+    linear = linear_leaf(8, max_num_seqs=1)
+    seq = sequence(range(3))
+    linear_step(linear, seq, 3)
+    before = seq.live_slot
+    assert linear.take_scratch(seq, 3)
+    first, second, third = seq.scratch
+    linear.settle(seq, 2)
+    assert seq.live_slot == second and not seq.scratch
+    assert [linear.pool.ref_count(slot) for slot in (before, first, second, third)] == [0, 0, 1, 0]

@@ -137,6 +137,14 @@ def test_a_boundary_inside_the_guesses_is_saved_from_its_own_slot(drafts: int, l
     assert again.token_ids == expected_output([*said, 5], 9)
 
 
+@pytest.mark.parametrize("length", [90, 91, 92, 93, 94, 95, 96])
+def test_an_answer_over_two_boundaries_keeps_the_later_state(length: int):
+    llm = oracle(5, lambda position: position % 9 != 0, checkpoint_every=64)
+    output, _ = finish(llm, PROMPT[:length], exact=False, max_tokens=110)
+    said = [*PROMPT[:length], *output.token_ids]
+    assert published_states(llm, said) == {64: False, 192: True}
+
+
 @pytest.mark.parametrize("stop", range(1, 12))
 def test_a_stop_inside_the_guesses_ends_the_answer_and_nothing_wrong_is_published(stop: int):
     """trap 12: the live state is past the end of the answer."""
@@ -201,6 +209,28 @@ def test_a_verify_step_that_fails_leaves_nothing(when: int, monkeypatch):
     while llm.has_unfinished():
         outputs = llm.step()
     assert outputs[-1].token_ids == expected_output(PROMPT, 40)
+
+
+def test_tokens_that_are_replayed_are_not_guessed(monkeypatch):
+    llm = oracle(3)
+    llm.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=40), request_id="r")
+    for _ in range(4):
+        llm.step()
+    [seq] = llm.scheduler.running
+    known = seq.num_tokens
+    llm.scheduler._preempt(seq)
+    execute, rows = llm.worker.execute, []
+
+    def watching(batch: Batch):
+        rows.extend(batch.rows)
+        return execute(batch)
+
+    monkeypatch.setattr(llm.worker, "execute", watching)
+    while llm.has_unfinished():
+        outputs = llm.step()
+    assert outputs[-1].token_ids == expected_output(PROMPT, 40)
+    replayed = [row for row in rows if row.end < known]
+    assert len(replayed) > 3 and not any(row.num_drafts for row in replayed)
 
 
 def test_without_room_for_guesses_a_step_runs_without_them():
