@@ -78,7 +78,8 @@ def create_app(
         redoc_url=None,
     )
     app.state.engine, app.state.max_body_bytes = engine, max_body_bytes
-    service = Service(engine, planner, idle_prefill=idle_prefill)
+    keeps = llm.config.enable_prefix_caching  # else there is nobody to prefill for
+    service = Service(engine, planner, idle_prefill=idle_prefill and keeps)
     app.state.service = service
     app.include_router(_generation_routes(service, model))
     app.include_router(_model_routes(model))

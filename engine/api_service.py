@@ -90,6 +90,8 @@ class Service:
                 async for index, output in outputs:
                     for event in answers.events(index, output):
                         begun = True
+                        if body.continuous_usage:
+                            event.usage = answers.usage()
                         yield sse(event)
         except Exception as error:
             if not begun:

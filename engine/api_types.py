@@ -69,6 +69,7 @@ class WarmstateOptions(_Strict):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: the usage so far in every event
     include_obfuscation: Annotated[Any, Neutral(False)] = None
 
 
@@ -109,6 +110,11 @@ class GenerationRequest(_Strict):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and bool(options.continuous_usage_stats)
 
     def sampling(self, choice: int, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """The engine's settings of one of the n choices; ValueError if they don't go together."""

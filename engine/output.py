@@ -124,7 +124,7 @@ class EngineStats:
             preemptions=scheduler.num_preemptions,
             slots_live=live,
             slots_checkpoint=saved,
-            slots_free=total - live - saved,
+            slots_free=0 if linear is None else linear.pool.num_free,
             slots_total=total,
             state_evictions=0 if linear is None else linear.pool.num_evictions,
             blocks_in_use=kv.num_in_use,

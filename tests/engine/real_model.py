@@ -182,6 +182,6 @@ def assert_idle(llm):
     stats = llm.stats()
     assert stats.requests_waiting == stats.requests_running == 0
     assert stats.slots_live == stats.blocks_in_use == 0
-    assert stats.slots_free + stats.slots_checkpoint == stats.slots_total
+    assert stats.slots_free + stats.slots_checkpoint == stats.slots_total  # counted apart
     assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
     assert stats.hits + sum(stats.misses.values()) == stats.queries

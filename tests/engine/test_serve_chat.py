@@ -175,3 +175,19 @@ def test_idle_prefill_can_be_switched_off():
         chat(server.client())
         server.assert_idle()
         assert server.stats()["engine"]["tokens_prefilled_idle"] == 0
+
+
+def test_nothing_is_prefilled_for_later_where_nothing_is_kept():
+    with RunningServer(config={"enable_prefix_caching": False}) as server:
+        chat(server.client())
+        server.assert_idle()
+        assert server.stats()["engine"]["tokens_prefilled_idle"] == 0
+
+
+def test_the_usage_so_far_is_in_every_event_if_that_is_asked_for(client):
+    """`stream_options.continuous_usage_stats`, as vLLM's clients send it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = list(chat(client, stream=True, stream_options=options))
+    counts = [event.usage.completion_tokens for event in events]
+    assert counts == sorted(counts) and counts[-1] == counts[-2] > 0
+    assert len({event.usage.prompt_tokens for event in events}) == 1
