@@ -65,7 +65,7 @@ bench: setup
 	@$(BIN)/python -m experiments.bench_cpu
 
 # All experiments with the built-in model at a small size, into build/experiments (minutes).
-EXPERIMENTS := recall_accuracy semantic_drift ttft_vs_prefix stride_sweep concurrency multi_turn restore_cost
+EXPERIMENTS := recall_accuracy semantic_drift ttft_vs_prefix stride_sweep concurrency multi_turn restore_cost mtp
 experiments: setup
 	@$(BIN)/python -m experiments.warm_start --json build/experiments/warm_start.json
 	@for name in $(EXPERIMENTS); do \
@@ -89,6 +89,7 @@ figures: setup
 # Train the built-in model again (under an hour; Ctrl-C saves, --resume goes on).
 train: setup
 	@$(BIN)/python -m experiments.train_recall --out build/builtin_model
+	@$(BIN)/python -m experiments.train_draft_head --model build/builtin_model
 
 # Remove everything that make made.
 clean:

@@ -61,7 +61,8 @@ def table(lines: Sequence[dict[str, Any]]) -> Table:
 _LEGEND = """\
 Tokens, means over the conversations. latest: the last boundary that could be saved before;
 K/V: how far it reached; resumed: boundary; again: tokens recomputed; cold / warm: of median TTFT.
-latest: nothing later was ever published, an answer is decoded; no state: K/V reached further."""
+latest: nothing later was there, exact requests leave no decode states.
+no state: K/V reached further."""
 
 
 def _counted(reasons: dict[str, int]) -> str:
@@ -78,9 +79,9 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     ratio = median(row["ttft_cold_ms"] for row in largest) / median(r["ttft_ms"] for r in largest)
     text = (
         f"With {pools[0]} slots {at_latest:.0f} % of the later turns resume at the last boundary "
-        f"of the prompt before, on average {behind:.0f} tokens before their end, because an answer "
-        f"is decoded and not published, and their first token comes {ratio:.1f} times sooner than "
-        "without cache"
+        f"of the prompt before, on average {behind:.0f} tokens before their end, because exact "
+        f"requests leave no decode states, and their first token comes {ratio:.1f} times sooner "
+        "than without cache"
     )
     fewer = [
         f"{num_slots} slots {_share([r for r in later if r['num_slots'] == num_slots]):.0f} %"

@@ -18,6 +18,7 @@ SCRIPTS = {  # what does the work in each, and its smallest options
     "concurrency": ("measure", ["--small", "--clients", 1]),
     "multi_turn": ("measure", ["--small", "--conversations", 1]),
     "restore_cost": ("measure", ["--small"]),
+    "mtp": ("measure", ["--small", "--guesses", 1]),
 }
 
 
