@@ -25,7 +25,7 @@ from engine import LLM, EngineConfig, RequestOutput, SamplingParams
 from experiments.cold_and_warm import first_difference
 from experiments.command_line import add_model, fill_in, new_parser, question, refused
 from experiments.console import tracked
-from experiments.engines import SMALLEST, load, roomy
+from experiments.engines import SMALLEST, check_length, load, roomy
 from experiments.options import count
 from experiments.outcome import publish_rows, remove_results
 from experiments.plots import FIRST, WARM, new_figure, save_figure
@@ -35,9 +35,10 @@ from experiments.tables import new_table
 QUESTION = question(__doc__)
 SMALL = {"questions": 8, "document_tokens": 512}
 FULL = {"questions": 48, "document_tokens": 2048}
+MAX_TOKENS = 12
 SETTINGS = {
-    "greedy": SamplingParams(temperature=0, max_tokens=12, return_logits=True),
-    "drawn": SamplingParams(temperature=0.7, seed=1, max_tokens=12, return_logits=True),
+    "greedy": SamplingParams(temperature=0, max_tokens=MAX_TOKENS, return_logits=True),
+    "drawn": SamplingParams(temperature=0.7, seed=1, max_tokens=MAX_TOKENS, return_logits=True),
 }
 
 
@@ -185,10 +186,11 @@ def main(argv: list[str] | None = None) -> int:
         for guesses in options.guesses:  # the settings and the head
             LLM(options.model, **asdict(replace(EngineConfig(), num_speculative_tokens=guesses)))
         document = fitting_document(plain.tokenizer, "mtp", max_tokens=options.document_tokens)
+        facts = spread_facts(document, options.questions)
+        prompts = list(question_prompts(plain.tokenizer, document, facts))
+        check_length(plain, max(map(len, prompts)) + MAX_TOKENS)
     except (ValueError, OSError) as error:
         return refused("mtp", error)
-    facts = spread_facts(document, options.questions)
-    prompts = list(question_prompts(plain.tokenizer, document, facts))
     remove_results(options.json)
     rows, failures = [], []
     wanted = [(how, guesses) for how in SETTINGS for guesses in options.guesses]
