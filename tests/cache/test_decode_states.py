@@ -55,6 +55,7 @@ def _state(manager: CompositeBlockManager, boundary: int, *, exact: bool) -> Che
 
 
 def test_the_next_turn_resumes_in_the_answer_if_it_does_not_ask_for_exact_bits():
+    """trap 30"""
     manager = composite()
     manager.release(answered(manager, PROMPT, ANSWER))
     assert turn(manager, NEXT_TURN, exact=False)[0] == 12

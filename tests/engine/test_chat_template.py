@@ -225,6 +225,7 @@ def test_the_next_turn_extends_the_prompt_and_the_answer_of_the_built_in_templat
 
 
 def test_earlier_reasoning_is_dropped_by_the_next_user_turn_and_kept_by_a_tool_result():
+    """trap 30"""
     template, _ = PAIRS["thinking"]
     prompt = WORDS.encode(template.render([USER]))
     ending = WORDS.encode("<think>\n")

@@ -62,6 +62,7 @@ def test_a_turn_that_is_not_exact_resumes_in_the_answer_and_says_so(restore: str
 
 
 def test_an_idle_prefill_of_the_answer_makes_the_next_turn_late_and_exact():
+    """trap 30"""
     llm = make_engine(**POOLS)
     first = finish(llm, PROMPT)
     said = [*PROMPT, *first.token_ids]
