@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 REGRESSION_STAMP := $(VENV)/.regression-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit interpreter aot gpu-check mutations bench experiments regression figures train clean
+.PHONY: help setup demo test lint unit interpreter aot gpu-check mutations bench experiments regression figures train traces clean
 
 # List the targets.
 help:
@@ -90,6 +90,13 @@ figures: setup
 train: setup
 	@$(BIN)/python -m experiments.train_recall --out build/builtin_model
 	@$(BIN)/python -m experiments.train_draft_head --model build/builtin_model
+
+# Copy the request traces from TRACES=DIR into build/traces (licences: experiments/README.md).
+traces:
+	@test -n "$(TRACES)" || { echo "traces: say where they are: make traces TRACES=DIR"; exit 2; }
+	@mkdir -p build/traces
+	@cp "$(TRACES)/claude_code_sessions.jsonl.gz" "$(TRACES)/mooncake_conversation_trace.jsonl" build/traces/
+	@echo "traces: in build/traces"
 
 # Remove everything that make made.
 clean:

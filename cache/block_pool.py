@@ -1,18 +1,21 @@
-"""Ids with reference counts, a free list, and an LRU of unreferenced published ids.
+"""Ids with reference counts, a free list, and a policy for unreferenced published ids.
 
 The pool knows nothing of what an id stands for: K/V blocks and state slots use the same class.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
+
+from cache.eviction import EvictionPolicy, Lru
 
 
 class BlockPool:
     """Owner of the ids [1, num_ids). Id 0 is padding: never handed out, never published.
 
     Every id is free, referenced (count > 0, published or not) or evictable (count 0, published).
-    `allocate` prefers free ids, then the least recently released evictable one; `on_evict(id)` runs
-    before an evicted id is handed out, so that an index can forget it.
+    `allocate` prefers free ids, then the evictable one that `policy` names, the least recently
+    released one by default; `on_evict(id)` runs before an evicted id is handed out, so that an
+    index can forget it.
 
     Invariants, checked by `check()`:
     1. free, evictable and referenced ids are disjoint and are all of [1, num_ids).
@@ -21,12 +24,19 @@ class BlockPool:
     4. id 0 is in none of them.
     """
 
-    def __init__(self, num_ids: int, on_evict: Callable[[int], object] | None = None) -> None:
+    def __init__(
+        self,
+        num_ids: int,
+        on_evict: Callable[[int], object] | None = None,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        """policy: this pool's own; None: LRU."""
         if num_ids < 2:
             raise ValueError(f"a pool needs at least 2 ids (id 0 is padding), got {num_ids}")
         self.num_ids = num_ids
         self._on_evict = on_evict
         self.num_evictions = 0
+        self._evictable: EvictionPolicy = Lru() if policy is None else policy
         self.reset()
 
     def reset(self) -> None:
@@ -34,7 +44,12 @@ class BlockPool:
         self._refs = [0] * self.num_ids
         self._published = [False] * self.num_ids
         self._free: deque[int] = deque(range(1, self.num_ids))
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._evictable.clear()
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        """To be told about requests and saved states, by whoever knows what the ids stand for."""
+        return self._evictable
 
     @property
     def num_free(self) -> int:
@@ -64,7 +79,7 @@ class BlockPool:
         if self._free:
             id_ = self._free.popleft()
         elif self._evictable:
-            id_, _ = self._evictable.popitem(last=False)
+            id_ = self._evictable.evict()
             self._published[id_] = False
             self.num_evictions += 1
             if self._on_evict is not None:
@@ -77,17 +92,17 @@ class BlockPool:
     def acquire(self, id_: int) -> None:
         """One more reference to a published or referenced id: it stays until it is released."""
         assert self._refs[id_] > 0 or id_ in self._evictable, f"id {id_} is free"
-        self._evictable.pop(id_, None)
+        self._evictable.discard(id_)
         self._refs[id_] += 1
 
     def release(self, id_: int) -> None:
-        """Give one reference back: the last one makes a published id evictable, last in line,
-        and any other id free."""
+        """Give one reference back: the last one makes a published id evictable (with LRU
+        the last in line), and any other id free."""
         assert self._refs[id_] > 0, f"id {id_} released more often than acquired"
         self._refs[id_] -= 1
         if self._refs[id_] == 0:
             if self._published[id_]:
-                self._evictable[id_] = None
+                self._evictable.add(id_)
             else:
                 self._free.append(id_)
 
@@ -101,11 +116,12 @@ class BlockPool:
         """Undo `publish`; an unreferenced id becomes free at once."""
         assert self._published[id_], f"id {id_} is not published"
         self._published[id_] = False
+        self._evictable.forget(id_)
         if self._refs[id_] == 0:
-            del self._evictable[id_]
             self._free.append(id_)
 
     def check(self) -> None:
+        self._evictable.check()
         free, evictable = set(self._free), set(self._evictable)
         referenced = {i for i, count in enumerate(self._refs) if count > 0}
         assert len(free) == len(self._free), "a free id is listed twice"

@@ -50,6 +50,7 @@ class CachedSequence:
     scratch: slots that the running step leaves the state after each of its tokens in, where it
         verifies drafts; one reference each.
     decode_checkpoint: (key, slot) of the decode state it published last; no reference.
+    was_noted: the eviction policy was told of this request.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class CachedSequence:
         self.scratch: list[int] = []
         self.decode_checkpoint: tuple[PrefixHash, int] | None = None
         self.branch_boundary = 0
+        self.was_noted = False
 
     @property
     def accepts(self) -> Provenance:

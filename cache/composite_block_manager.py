@@ -69,16 +69,14 @@ class CompositeBlockManager:
             return Match(seq.num_computed_tokens, 0, MissReason.DISABLED)
         reach = self.kv.reach(seq)
         limit = min(reach, seq.num_prompt_tokens - 1)
-        if self.linear is None:
-            boundaries = list(range(self.chunk_stride, limit + 1, self.chunk_stride))
-        else:
-            boundaries = self.linear.allocate_shared(seq)
-        deeper = [b for b in boundaries if seq.num_computed_tokens < b <= limit]
-        if not deeper:
+        boundary: int | None = limit // self.chunk_stride * self.chunk_stride
+        if self.linear is not None:
+            boundary = self.linear.deepest(seq, limit)
+        if boundary is None or boundary <= seq.num_computed_tokens:
             return Match(seq.num_computed_tokens, reach, self._reason(seq, reach))
-        if self.linear is not None and not self.linear.can_mount(seq, deeper[-1]):
+        if self.linear is not None and not self.linear.can_mount(seq, boundary):
             return Match(seq.num_computed_tokens, reach, MissReason.NO_SLOT)
-        return Match(deeper[-1], reach, None)
+        return Match(boundary, reach, None)
 
     def limit_reason(self, seq: CachedSequence, match: Match) -> MissReason | None:
         """Why a match is no deeper; None where no grid boundary below the final token is."""
@@ -149,6 +147,8 @@ class CompositeBlockManager:
             return False
         if source is not None and self.linear is not None:
             self.linear.set_source(seq, source)
+        if self.linear is not None and self.enabled and not seq.was_noted:
+            self.linear.note_request(seq, min(match.kv_reach, seq.num_prompt_tokens - 1))
         if Provenance.DECODE in reused:
             seq.provenance = Provenance.DECODE
         if jump:

@@ -2,11 +2,14 @@
 
 from collections import Counter
 
+from cache.admission import admitted
 from cache.block_pool import BlockPool
 from cache.cached_sequence import CachedSequence, PendingSave, StateSource
+from cache.eviction import EvictionPolicy, Kind
 from cache.hashing import HashDomain, PrefixHash, Provenance
 from cache.linear_state_prefix_cache import Checkpoint, LinearStatePrefixCache
 from cache.ops import NO_SLOT, LinearStateCacheOp
+from cache.placement import Placement, Prompt, combined
 
 
 class LinearStateBlockManager:
@@ -30,14 +33,17 @@ class LinearStateBlockManager:
         checkpoint_every: int,
         max_num_seqs: int,
         enable_prefix_caching: bool = True,
+        placement: Placement | None = None,
+        policy: EvictionPolicy | None = None,
     ) -> None:
+        """placement: None: each `checkpoint_every`, prompt ends and branches. policy: None: LRU."""
         self.chunk_stride = domain.step
         self.domain = domain
-        self.checkpoint_every = checkpoint_every
+        self.placement = combined(checkpoint_every) if placement is None else placement
         self.max_num_seqs = max_num_seqs
         self.enabled = enable_prefix_caching
         self.cache = LinearStatePrefixCache(domain.step)
-        self.pool = BlockPool(num_slots, on_evict=self.cache.forget)
+        self.pool = BlockPool(num_slots, on_evict=self.cache.forget, policy=policy)
         self.num_live = 0
         self.num_saves = 0
         self.saves_skipped: Counter[str] = Counter()
@@ -48,6 +54,12 @@ class LinearStateBlockManager:
         """Probe: all boundaries that could be restored for this prompt, ascending. K/V-blind."""
         seq.update_linear_state_hashes(self.domain)
         return self.boundaries(seq, seq.accepts)
+
+    def deepest(self, seq: CachedSequence, limit: int) -> int | None:
+        """Probe: the deepest of them above what is computed, and not above `limit`."""
+        seq.update_linear_state_hashes(self.domain)
+        keys = seq.linear_state_hashes
+        return self.cache.deepest(keys, seq.num_computed_tokens, limit, seq.accepts)
 
     def boundaries(self, seq: CachedSequence, least: Provenance) -> list[int]:
         """The same with states no worse than `least`. Its keys are there already."""
@@ -84,6 +96,13 @@ class LinearStateBlockManager:
 
     # ---- one step
 
+    def note_request(self, seq: CachedSequence, reach: int) -> None:
+        """Tell the eviction policy, once for each request. reach: tokens whose K/V is cached."""
+        seq.was_noted = True
+        mounted = None if seq.state_source is None else seq.state_source.slot_id
+        keys = seq.linear_state_hashes[: reach // self.chunk_stride]
+        self.pool.policy.request(keys, mounted)
+
     def allocate_for_sequence(self, seq: CachedSequence) -> bool:
         """First the deferred save, then a live slot if the sequence has none. False: no slot."""
         self.flush_save(seq, rotate=True)
@@ -97,17 +116,12 @@ class LinearStateBlockManager:
     def plan_snapshots(self, seq: CachedSequence, start: int, end: int) -> None:
         """Take slots for the boundaries strictly inside the prefill step [start, end).
 
-        The deepest one first: it is worth most if there are not enough.
+        The deepest ones if there are not enough, or as a selective policy chooses.
         """
         assert not seq.snapshots, "snapshots of an earlier step were not committed"
-        first = (start // self.chunk_stride + 1) * self.chunk_stride
-        for boundary in reversed(range(first, end, self.chunk_stride)):
-            if not self._is_save_point(seq, boundary):
-                continue
-            if self._may_save(self._save_at(seq, boundary)):
-                slot = self.pool.allocate()
-                assert slot is not None, "room was found, but no slot"
-                seq.snapshots.insert(0, (boundary, slot))
+        points = self._save_points(seq, start, end - 1)
+        new = {b: kind for b, kind in points.items() if self._is_new(self._save_at(seq, b))}
+        seq.snapshots = sorted(self._admitted(seq, new, start).items())
 
     def commit(self, seq: CachedSequence) -> None:
         """The step was issued: unpin its source, publish its snapshots, record its end's save."""
@@ -188,13 +202,15 @@ class LinearStateBlockManager:
         if not rotate:
             self._publish(seq, seq.live_slot, save)
             return
-        if not self._may_save(save):
+        if not self._is_new(save):
             return
         decoded = save.boundary > seq.num_prompt_tokens
-        if decoded:
+        if decoded and self._room() > 0:
             self._withdraw_last_decode_state(seq)
-        new_slot = self.pool.allocate()
-        assert new_slot is not None, "room was found, but no slot"
+        point = {save.boundary: self._kind(seq, save.boundary)}
+        new_slot = self._admitted(seq, point, save.boundary - 1).get(save.boundary)
+        if new_slot is None:
+            return
         self._publish(seq, seq.live_slot, save)
         self.set_source(seq, StateSource(seq.live_slot, save.boundary, save.provenance))
         seq.decode_checkpoint = (save.key, seq.live_slot) if decoded else None
@@ -213,23 +229,58 @@ class LinearStateBlockManager:
             self.quarantine(slot)
 
     def _is_save_point(self, seq: CachedSequence, boundary: int) -> bool:
-        if not self.enabled:
-            return False
-        if boundary > seq.num_prompt_tokens:
-            return not seq.exact
-        prompt_end = (seq.num_prompt_tokens - 1) // self.chunk_stride * self.chunk_stride
-        placed = boundary in (prompt_end, seq.branch_boundary) or boundary in seq.save_points
-        return placed or boundary % self.checkpoint_every == 0
+        return boundary in self._save_points(seq, boundary - 1, boundary)
 
-    def _may_save(self, save: PendingSave) -> bool:
-        """Whether it is worth a slot and there is one; if not, the reason is counted."""
+    def _save_points(self, seq: CachedSequence, start: int, end: int) -> dict[int, Kind]:
+        """The boundaries in (start, end] whose states are to be saved, and why."""
+        if not self.enabled:
+            return {}
+        if end > seq.num_prompt_tokens:  # a decode step
+            on_grid = end % self.chunk_stride == 0
+            return {end: Kind.TIP} if on_grid and not seq.exact else {}
+        last = (seq.num_prompt_tokens - 1) // self.chunk_stride * self.chunk_stride
+        found = self.placement.boundaries(start, end, Prompt(last, seq.branch_boundary))
+        for point in seq.save_points:
+            if start < point <= end and point % self.chunk_stride == 0:
+                found[point] = Kind.TIP
+        return found
+
+    def _kind(self, seq: CachedSequence, boundary: int) -> Kind:
+        return self._save_points(seq, boundary - 1, boundary).get(boundary, Kind.COMB)
+
+    def _is_new(self, save: PendingSave) -> bool:
+        """Whether no such checkpoint is there; if one is, that is counted."""
         if self.cache.contains(save.key, save.provenance):
             self.saves_skipped["duplicate"] += 1
             return False
-        if self.pool.num_available <= max(0, self.max_num_seqs - self.num_live):
-            self.saves_skipped["no_slot"] += 1
-            return False
         return True
+
+    def _room(self) -> int:
+        """Slots that saving may take."""
+        return max(0, self.pool.num_available - max(0, self.max_num_seqs - self.num_live))
+
+    def _admitted(self, seq: CachedSequence, points: dict[int, Kind], start: int) -> dict[int, int]:
+        """Slots for those of these boundaries above `start` that are to be saved."""
+        pool, keys = self.pool, seq.linear_state_hashes
+        room, base = self._room(), 0
+        if pool.policy.selective and len(points) > pool.num_free:
+            base = self.cache.deepest(keys, 0, start, seq.accepts) or 0
+        slots = admitted(
+            points,
+            base=base,
+            policy=pool.policy,
+            room=room,
+            num_free=pool.num_free,
+            allocate=pool.allocate,
+        )
+        passed_over = points.keys() - slots.keys()
+        if passed_over:
+            self.saves_skipped["no_slot"] += max(0, len(points) - room)
+            self.saves_skipped["not_worth"] += min(len(points), room) - len(slots)
+            self.saves_skipped = +self.saves_skipped  # without those that never happened
+        for boundary in sorted(passed_over):
+            pool.policy.passed_over(keys[: boundary // self.chunk_stride], points[boundary])
+        return slots
 
     def _publish(self, seq: CachedSequence, slot: int, save: PendingSave) -> None:
         if self.cache.contains(save.key, save.provenance):  # another row of the step was first
@@ -239,6 +290,8 @@ class LinearStateBlockManager:
         checkpoint = Checkpoint(slot, save.boundary, seq.namespace, save.provenance)
         self.cache.insert(save.key, checkpoint)
         self.num_saves += 1
+        keys = seq.linear_state_hashes[: save.boundary // self.chunk_stride]
+        self.pool.policy.saved(slot, save.boundary, keys, self._kind(seq, save.boundary))
 
     # ---- leaving
 

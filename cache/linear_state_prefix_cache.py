@@ -68,8 +68,23 @@ class LinearStatePrefixCache:
             if self.contains(key, least)
         ]
 
+    def deepest(
+        self,
+        hashes: Sequence[PrefixHash],
+        above: int,
+        limit: int,
+        least: Provenance = Provenance.PREFILL,
+    ) -> int | None:
+        """The deepest boundary in (above, limit] that can be restored; looked for from there."""
+        for index in range(limit // self.chunk_stride - 1, above // self.chunk_stride - 1, -1):
+            if self.contains(hashes[index], least):
+                return (index + 1) * self.chunk_stride
+        return None
+
     def contains(self, key: PrefixHash, least: Provenance = Provenance.PREFILL) -> bool:
         """Whether a checkpoint of this prefix is there, no worse than `least`."""
+        if least is Provenance.PREFILL:
+            return self._index.contains(key)
         return any(self._index.contains(filed_under(key, p)) for p in least.accepted)
 
     def find(self, key: PrefixHash, least: Provenance = Provenance.PREFILL) -> Checkpoint | None:

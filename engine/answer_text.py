@@ -1,6 +1,6 @@
 """The text of one answer as its tokens come, and the stop strings that end it."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from engine.tokenizer import Tokenizer
 
@@ -17,16 +17,16 @@ class AnswerText:
         self._stops = stops
         self.restart(())
 
-    def restart(self, token_ids: Iterable[int]) -> None:
-        """As after these tokens, none of which ended the answer."""
+    def restart(self, token_ids: Sequence[int], *, ended: bool = False) -> None:
+        """As after these tokens. ended: the last one ended the answer, no other did."""
         self.text = ""
         self._detokenizer = (
             None
             if self._tokenizer is None
             else self._tokenizer.detokenizer(skip_special_tokens=True)
         )
-        for token_id in token_ids:
-            self.append(token_id, last=False)
+        for index, token_id in enumerate(token_ids, start=1):
+            self.append(token_id, last=ended and index == len(token_ids))
 
     def append(self, token_id: int, *, last: bool) -> bool:
         """Decode one more token. True, and the text cut there, if a stop string has appeared.

@@ -1,8 +1,12 @@
 """Everything an engine is told at start, and the rules between the values."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal, get_args
 
+from cache.placement import parse_placement
+from cache.policy_names import parse_policy
 from kernels import DELTA_RULES, IMPLEMENTATIONS, KERNEL_CHUNK, MATMULS
 
 Restore = Literal["copy", "redirect"]
@@ -18,6 +22,10 @@ class EngineConfig:
     chunk_stride: step of the linear hash domain in tokens: the grid of boundaries where a state may
         be saved or restored, and where a prefill may be cut.
     checkpoint_every: tokens between the states that are saved on the way through a prompt.
+    placement: which states are saved, as "prompt_end+branch+comb(8192)"; None: prompt ends,
+        branches and one each `checkpoint_every`.
+    eviction: which checkpoint goes when slots run out: "lru", "lru_cap_per_path(2)",
+        "flop_aware(0.5)" or "value" (`cache.value_index`).
     block_size: tokens of a K/V block.
     num_slots, num_blocks: pool sizes, padding id 0 included; None: from `memory_budget_bytes`.
     max_num_seqs: sequences that run at once.
@@ -41,6 +49,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     chunk_stride: int = KERNEL_CHUNK
     checkpoint_every: int = 512
+    placement: str | None = None
+    eviction: str = "lru"
     block_size: int = 64
     num_slots: int | None = None
     num_blocks: int | None = None
@@ -103,6 +113,11 @@ class EngineConfig:
         self._require(self.delta_rule in DELTA_RULES, "delta_rule", f"must be in {DELTA_RULES}")
         self._require(self.matmul in MATMULS, "matmul", f"must be in {MATMULS}")
         self._require(self.dtype in (None, *_DTYPES), "dtype", f"must be None or in {_DTYPES}")
+        self._check_parsed("eviction", parse_policy)
+        if self.placement is not None:
+            self._check_parsed(
+                "placement", partial(parse_placement, chunk_stride=self.chunk_stride)
+            )
         self._require(0 <= self.hash_seed < 1 << 64, "hash_seed", "must be in [0, 2**64)")
         drafts = self.num_speculative_tokens
         self._require(0 <= drafts <= 16, "num_speculative_tokens", "must be in [0, 16]")
@@ -116,12 +131,18 @@ class EngineConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             kind = type(field.default) if field.default is not None else int
-            if field.name == "dtype":
+            if field.name in ("dtype", "placement"):
                 kind = str
             optional = field.default is None
             if not (type(value) is kind or (optional and value is None)):
                 wanted = kind.__name__ + (" or None" if optional else "")
                 raise ValueError(f"{field.name} must be {wanted}, got {value!r}")
+
+    def _check_parsed(self, name: str, parse: Callable[[str], object]) -> None:
+        try:
+            parse(getattr(self, name))
+        except ValueError as error:
+            raise ValueError(f"{name}={getattr(self, name)!r}: {error}") from error
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:

@@ -14,6 +14,8 @@ from cache.composite_block_manager import CompositeBlockManager
 from cache.hashing import HashDomain, Namespace
 from cache.kv_block_manager import KVBlockManager
 from cache.linear_state_block_manager import LinearStateBlockManager
+from cache.placement import parse_placement
+from cache.policy_names import parse_policy
 from engine.answer_text import AnswerText
 from engine.batch import ScheduledRow
 from engine.config import EngineConfig, pool_sizes
@@ -119,6 +121,10 @@ class LLM:
                 checkpoint_every=config.checkpoint_every,
                 max_num_seqs=config.max_num_seqs,
                 enable_prefix_caching=caching,
+                placement=None
+                if config.placement is None
+                else parse_placement(config.placement, config.chunk_stride),
+                policy=parse_policy(config.eviction),
             )
         self.manager = CompositeBlockManager(
             KVBlockManager(
@@ -163,22 +169,21 @@ class LLM:
             raise
         with self._whole():
             broken = [row for row, chosen in zip(rows, choices, strict=True) if chosen is None]
-            finished: dict[Sequence, str] = {}
             ends: dict[Sequence, int] = {}
             for row, chosen in zip(rows, choices, strict=True):
                 if chosen is not None and not row.seq.abort_requested:
-                    ends[row.seq] = row.start + self._take_in(row.seq, chosen, finished)
+                    ends[row.seq] = row.start + self._take_in(row.seq, chosen)
             self.scheduler.commit(batch, cold=result.cold, broken=broken, ends=ends)
-            for seq, reason in finished.items():
-                self.scheduler.finish(seq, reason)
+            for seq in ends:
+                if seq.end_reason is not None:
+                    self.scheduler.finish(seq, seq.end_reason)
         return self._outputs(rows)
 
-    def _take_in(self, seq: Sequence, chosen: list[Choice], finished: dict[Sequence, str]) -> int:
+    def _take_in(self, seq: Sequence, chosen: list[Choice]) -> int:
         """Append tokens up to the one that ends the request; returns how many."""
         for count, choice in enumerate(chosen, start=1):
-            reason = self._append(seq, choice)
-            if reason is not None:
-                finished[seq] = reason
+            self._append(seq, choice)
+            if seq.end_reason is not None:
                 return count
         return len(chosen)
 
@@ -205,11 +210,12 @@ class LLM:
         unfinished = [seq for seq in self._requests.values() if seq.finish_reason is None]
         for seq in unfinished:
             seq.forget_unsettled_tokens()
-            seq.answer.restart(seq.generated_token_ids)
+            ended = seq.end_reason is not None
+            seq.answer.restart(seq.generated_token_ids, ended=ended)
         self.scheduler.start_over(unfinished)
 
-    def _append(self, seq: Sequence, choice: Choice) -> str | None:
-        """Add a new token; returns the reason if it ends the request."""
+    def _append(self, seq: Sequence, choice: Choice) -> None:
+        """Add a new token, and note it if that ends the request."""
         if seq.first_token_time is None:
             seq.first_token_time = time.perf_counter()
         token_id = choice.token_id
@@ -221,8 +227,8 @@ class LLM:
         stops = seq.sampling.stops_at(token_id, self.model_config.eos_token_ids)
         full = seq.num_generated >= seq.sampling.max_tokens or seq.num_tokens >= self.max_model_len
         stops |= seq.answer.append(token_id, last=stops or full)
+        seq.end_reason = "stop" if stops else "length" if full else None
         seq.num_settled = seq.num_generated
-        return "stop" if stops else "length" if full else None
 
     def _drop(self, seq: Sequence) -> None:
         self._requests.pop(seq.request_id, None)

@@ -278,6 +278,8 @@ class Scheduler:
                 seq.reuse_limit = seq.miss_reason = seq.limit_reason = None
             if seq.abort_requested:
                 self.finish(seq, "abort")
+            elif seq.end_reason is not None:
+                self.finish(seq, seq.end_reason)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Take a request out and give back everything it holds."""

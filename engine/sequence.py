@@ -31,6 +31,7 @@ class Sequence(CachedSequence):
     reused_decoded: whether anything it reused was computed by decode steps.
     background: runs only in steps that nobody else needs, and counts in no statistics of hits.
     num_settled: generated tokens that are wholly taken in: text, stop rules and reports done.
+    end_reason: what the last settled token means, if it ends the request; kept until `finish`.
     reuse_allowed: False after a failed restore: it is then prefilled in full on private blocks.
     """
 
@@ -75,6 +76,7 @@ class Sequence(CachedSequence):
         self.logits: list[torch.Tensor] = []
         self.answer = AnswerText()
         self.num_settled = 0
+        self.end_reason: str | None = None
         self.arrival_time = time.perf_counter()
         self.first_token_time: float | None = None
 
@@ -88,6 +90,8 @@ class Sequence(CachedSequence):
 
     def forget_unsettled_tokens(self) -> None:
         """Drop tokens whose taking in was interrupted; they will be chosen again, alike."""
+        if self.num_settled < self.num_generated:
+            self.end_reason = None
         self.token_ids = self.token_ids[: self.num_prompt_tokens + self.num_settled]
         del self.logprobs[self.num_settled :]
         del self.logits[self.num_settled :]

@@ -23,6 +23,8 @@ SCRIPTS = (
     "concurrency",
     "multi_turn",
     "restore_cost",
+    "mtp",
+    "regression",
 )
 
 

@@ -12,6 +12,7 @@ from itertools import groupby
 from cache.cached_sequence import CachedSequence
 from cache.hashing import HashDomain
 from cache.linear_state_block_manager import LinearStateBlockManager
+from cache.placement import combined
 from experiments.console import tracked
 from experiments.save_policies import GRID, NEVER, PARTS, Policy, Row
 from experiments.traces import Request
@@ -28,13 +29,8 @@ class ChosenLeaf(LinearStateBlockManager):
             HashDomain("linear", GRID),
             checkpoint_every=policy.every or NEVER,
             max_num_seqs=1,
+            placement=combined(policy.every, prompt_end=policy.prompt_end, branch=policy.branch),
         )
-        self._policy = policy
-
-    def _is_save_point(self, seq: CachedSequence, boundary: int) -> bool:
-        if self._policy.prompt_end:
-            return super()._is_save_point(seq, boundary)
-        return boundary % self.checkpoint_every == 0 or boundary == seq.branch_boundary
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from cache.cached_sequence import CachedSequence
 from cache.composite_block_manager import CompositeBlockManager
+from cache.eviction import EvictionPolicy
 from cache.hashing import HashDomain, Namespace
 from cache.kv_block_manager import KVBlockManager
 from cache.linear_state_block_manager import LinearStateBlockManager
 from cache.ops import LinearStateCacheOp
+from cache.placement import Placement
 
 STRIDE = 4
 BLOCK = 2
@@ -53,6 +55,8 @@ def linear_leaf(
     every: int = STRIDE,
     max_num_seqs: int = 4,
     caching: bool = True,
+    placement: Placement | None = None,
+    policy: EvictionPolicy | None = None,
 ) -> LinearStateBlockManager:
     return LinearStateBlockManager(
         num_slots,
@@ -60,6 +64,8 @@ def linear_leaf(
         checkpoint_every=every,
         max_num_seqs=max_num_seqs,
         enable_prefix_caching=caching,
+        placement=placement,
+        policy=policy,
     )
 
 
@@ -73,11 +79,17 @@ def composite(
     max_num_seqs: int = 4,
     caching: bool = True,
     recurrent: bool = True,
+    policy: EvictionPolicy | None = None,
 ) -> CompositeBlockManager:
     linear = None
     if recurrent:
         linear = linear_leaf(
-            num_slots, stride=stride, every=every, max_num_seqs=max_num_seqs, caching=caching
+            num_slots,
+            stride=stride,
+            every=every,
+            max_num_seqs=max_num_seqs,
+            caching=caching,
+            policy=policy,
         )
     return CompositeBlockManager(
         kv_leaf(num_blocks, block_size=block_size, stride=stride),

@@ -8,9 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cache.cached_sequence import CachedSequence
+from cache.eviction import FlopAware, Lru, LruCapPerPath
+from cache.value_index import ValueIndex
 from tests.cache.builders import BLOCK, STRIDE, Row, composite, schedule, sequence
 from tests.cache.ledger import Ledger
 
+POLICIES = {
+    "lru": Lru,
+    "lru_cap_per_path": lambda: LruCapPerPath(2),
+    "flop_aware": lambda: FlopAware(0.5),
+    "value": ValueIndex,
+}
 PROMPTS = [
     [*([1] * shared), *([2] * middle), *([3] * tail)]
     for shared in (0, 5, 8)
@@ -26,10 +34,15 @@ class CompositeBesideALedger(RuleBasedStateMachine):
         every=st.sampled_from([STRIDE, 2 * STRIDE]),
         spare_slots=st.integers(0, 4),
         num_blocks=st.integers(10, 24),
+        policy=st.sampled_from(sorted(POLICIES)),
     )
-    def start(self, every: int, spare_slots: int, num_blocks: int) -> None:
+    def start(self, every: int, spare_slots: int, num_blocks: int, policy: str) -> None:
         self.manager = composite(
-            num_blocks=num_blocks, num_slots=4 + spare_slots, every=every, max_num_seqs=3
+            num_blocks=num_blocks,
+            num_slots=4 + spare_slots,
+            every=every,
+            max_num_seqs=3,
+            policy=POLICIES[policy](),
         )
         self.ledger = Ledger(self.manager)
         self.sequences: list[CachedSequence] = []

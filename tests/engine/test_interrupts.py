@@ -83,6 +83,64 @@ def test_an_interrupt_at_any_line_of_a_step_changes_no_token_and_leaks_nothing(s
     assert number > 100
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_interrupt_in_the_last_step_of_an_answer_makes_it_no_longer(stops, drafts):
+    """All lines of the step in which it ends. The output itself may go down with the call."""
+    want = expected_output(PROMPTS[2], 6)
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=40 if stops else 6,
+        stop_token_ids=(want[-1],) if stops else (),
+    )
+    number = 1
+    while True:
+        llm = engine(num_slots=24, num_speculative_tokens=drafts)
+        llm.add_request(PROMPTS[2], params, request_id="r")
+        [seq] = llm._requests.values()
+        while seq.num_generated + 1 + drafts < 6:
+            llm.step()
+        interrupted = interrupt_at(llm, number)
+        done = {}
+        while llm.has_unfinished():
+            done |= {o.request_id: o for o in llm.step() if o.finished}
+            llm.scheduler.check()
+        assert seq.generated_token_ids == want, f"interrupted at line event {number}"
+        assert seq.finish_reason == ("stop" if stops else "length")
+        assert all(output.token_ids == want for output in done.values())
+        assert llm.stats().blocks_in_use == llm.stats().slots_live == 0
+        if not interrupted:
+            break
+        number += 3
+    assert number > 100
+
+
+def test_an_answer_that_ends_in_an_interrupted_step_keeps_its_text(monkeypatch):
+    """Its last token holds bytes back, which become U+FFFD."""
+    params = SamplingParams(temperature=1.5, seed=3, max_tokens=5, ignore_eos=True)
+    [expected] = make_engine().generate([tokens(0, 70)], params)
+    llm = make_engine()
+    llm.add_request(tokens(0, 70), params)
+    commit = llm.scheduler.commit
+
+    def interrupted(*args, **options):
+        if next(iter(llm._requests.values())).end_reason is not None:
+            monkeypatch.setattr(llm.scheduler, "commit", commit)
+            raise KeyboardInterrupt
+        commit(*args, **options)
+
+    monkeypatch.setattr(llm.scheduler, "commit", interrupted)
+    outputs = []
+    while llm.has_unfinished():
+        try:
+            outputs += llm.step()
+        except KeyboardInterrupt:
+            outputs.append("interrupted")
+    assert "interrupted" in outputs
+    assert (outputs[-1].token_ids, outputs[-1].text) == (expected.token_ids, expected.text)
+    assert outputs[-1].finish_reason == "length"
+
+
 def test_a_schedule_that_raises_leaves_nothing_half_applied(monkeypatch):
     llm = engine()
     start(llm)

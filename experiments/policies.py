@@ -1,0 +1,151 @@
+"""Which states should be kept when slots run out?
+
+Replays real traces through the engine's own block managers under every placement and eviction
+policy: K/V unlimited, slots limited. Measured is prefill work over that of a cache that keeps the
+state of every grid boundary. The sessions of the coding agents start uniformly over 24 hours, drawn
+by --seed. The grid is the traces' own: 64 tokens for coding agents, 512 for chat.
+
+    python -m experiments.policies --traces DIR
+    python -m experiments.policies --small
+
+Exit status: 0, or 2 for a refused option.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cache.eviction import EvictionPolicy
+from cache.placement import parse_placement
+from cache.policy_names import parse_policy
+from experiments.belady import Belady, uses_by_key
+from experiments.command_line import fill_in, new_parser, question, refused
+from experiments.console import console, tracked
+from experiments.options import count
+from experiments.outcome import asked, publish, remove_results
+from experiments.policies_model import CHECKPOINT_BYTES, Outcome, Prompt, managers, prompts_of
+from experiments.policies_model import replay as replay_prompts
+from experiments.policies_report import conclusion, draw, table
+from experiments.traces import (
+    CLAUDE_BLOCK,
+    CLAUDE_FILE,
+    DEFAULT_TRACES,
+    MOONCAKE_BLOCK,
+    MOONCAKE_FILE,
+    claude_sessions,
+    mooncake_requests,
+)
+
+QUESTION = question(__doc__)
+SMALL = {"sessions": 40, "requests": 1500}
+FULL = {"sessions": 350, "requests": 20_000}
+SLOTS = (32, 64, 128, 256)
+PLACEMENTS = ("prompt_end+branch", "prompt_end+branch+comb(8192)")
+DENSE = "every(512)"
+POLICIES = ("lru", "lru_cap_per_path(2)", "flop_aware(0.1)", "flop_aware(0.5)", "value", "belady")
+
+
+@dataclass(frozen=True)
+class Trace:
+    name: str
+    grid: int
+    prompts: list[Prompt]
+
+
+def read_traces(options: argparse.Namespace) -> list[Trace]:
+    """Both traces; OSError or ValueError if one is missing or no trace."""
+    folder = options.traces
+    for name in (CLAUDE_FILE, MOONCAKE_FILE):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} has no {name}: make traces TRACES=DIR copies it there")
+    agents = claude_sessions(folder, sessions=options.sessions, seed=options.seed)
+    chat = mooncake_requests(folder, requests=options.requests)
+    return [
+        Trace("claude", CLAUDE_BLOCK, prompts_of(agents, CLAUDE_BLOCK)),
+        Trace("mooncake", MOONCAKE_BLOCK, prompts_of(chat, MOONCAKE_BLOCK)),
+    ]
+
+
+def replay(
+    trace: Trace, placement: str, policy: EvictionPolicy | None, slots: int | None
+) -> tuple[Outcome, list[int]]:
+    """What came out, and where each prompt resumed."""
+    resumed: list[int] = []
+    parts = parse_placement(placement, trace.grid)
+    manager = managers(grid=trace.grid, slots=slots, placement=parts, policy=policy)
+    return replay_prompts(trace.prompts, manager, resumed.append), resumed
+
+
+def rows_of(trace: Trace, placement: str) -> Iterator[dict[str, Any]]:
+    """Unlimited slots first, then every policy with every number of them."""
+    unlimited, resumed = replay(trace, placement, None, None)
+    yield as_row(trace, placement, "unlimited", None, unlimited)
+    if placement == DENSE:
+        return
+    keys = [prompt.keys for prompt in trace.prompts]
+    uses = uses_by_key(keys, resumed, trace.grid)  # type: ignore[arg-type]  # numbers serve as keys
+    for slots in SLOTS:
+        for name in POLICIES:
+            policy = Belady(uses) if name == "belady" else parse_policy(name)
+            yield as_row(trace, placement, name, slots, replay(trace, placement, policy, slots)[0])
+
+
+def as_row(
+    trace: Trace, placement: str, policy: str, slots: int | None, found: Outcome
+) -> dict[str, Any]:
+    """work: over the least that is possible. bytes: of all slots, or of all states ever saved."""
+    return {
+        "trace": trace.name,
+        "placement": placement,
+        "policy": policy,
+        "slots": slots,
+        "work": found.work / found.least_work,
+        "token_hit_rate": found.reused_tokens / found.tokens,
+        "bytes": (found.checkpoints if slots is None else slots) * CHECKPOINT_BYTES,
+        "checkpoints_per_request": found.checkpoints / len(trace.prompts),
+        "evictions": found.state_evictions,
+    }
+
+
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Options. Bad ones exit with status 2."""
+    parser = new_parser("policies", __doc__)
+    parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES, help="folder of the traces")
+    parser.add_argument("--sessions", type=count, help="of the coding-agent trace")
+    parser.add_argument("--requests", type=count, help="of the chat trace")
+    parser.add_argument("--seed", type=int, default=0, help="of the sessions' starts")
+    options = parser.parse_args(argv)
+    fill_in(options, SMALL, FULL)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    options = parse_options(argv)
+    try:
+        traces = read_traces(options)
+    except (ValueError, OSError) as error:
+        return refused("policies", error)
+    remove_results(options.json)
+    rows: list[dict[str, Any]] = []
+    for trace in traces:
+        for placement in (*PLACEMENTS, DENSE):
+            one = placement == DENSE
+            total = 1 if one else 1 + len(SLOTS) * len(POLICIES)
+            running = rows_of(trace, placement)
+            rows += [next(running) for _ in tracked(range(total), f"{trace.name}, {placement}")]
+    console().print(table(rows))
+    results = {
+        "question": QUESTION,
+        "conclusion": conclusion(rows),
+        "rows": rows,
+        "options": asked(options),
+    }
+    return publish(options.json, results, [], draw)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
