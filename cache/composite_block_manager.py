@@ -231,7 +231,7 @@ class CompositeBlockManager:
         if self.linear is None:
             return
         self.linear.check()
-        slots: Counter[int] = Counter()
+        slots: Counter[int] = Counter(self.linear.scratch)
         for seq in sequences:
             slots.update(slot for _, slot in seq.snapshots)
             slots.update(seq.scratch)

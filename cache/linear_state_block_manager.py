@@ -21,6 +21,9 @@ class LinearStateBlockManager:
 
     Saving never takes the slots that sequences not yet running will need: `max_num_seqs` live slots
     are always obtainable, except for the sources pinned by the present step.
+
+    scratch: slots set aside for the states that verify steps leave; those that no step uses now,
+    one reference each. No checkpoint is ever evicted for them.
     """
 
     participates_in_admission = False
@@ -35,8 +38,12 @@ class LinearStateBlockManager:
         enable_prefix_caching: bool = True,
         placement: Placement | None = None,
         policy: EvictionPolicy | None = None,
+        num_scratch: int = 0,
     ) -> None:
-        """placement: None: each `checkpoint_every`, prompt ends and branches. policy: None: LRU."""
+        """placement: None: each `checkpoint_every`, prompt ends and branches. policy: None: LRU.
+
+        num_scratch: slots to set aside; what is left must hold the live slots.
+        """
         self.chunk_stride = domain.step
         self.domain = domain
         self.placement = combined(checkpoint_every) if placement is None else placement
@@ -44,6 +51,8 @@ class LinearStateBlockManager:
         self.enabled = enable_prefix_caching
         self.cache = LinearStatePrefixCache(domain.step)
         self.pool = BlockPool(num_slots, on_evict=self.cache.forget, policy=policy)
+        self.num_scratch = num_scratch
+        self.scratch = self._set_aside()
         self.num_live = 0
         self.num_saves = 0
         self.saves_skipped: Counter[str] = Counter()
@@ -158,34 +167,40 @@ class LinearStateBlockManager:
     # ---- drafts
 
     def take_scratch(self, seq: CachedSequence, count: int) -> bool:
-        """A slot for the state after each of `count` tokens; False, and none taken, where the live
-        slots that others will need would not be left."""
+        """A slot for the state after each of `count` tokens; False where too few are set aside."""
         assert not seq.scratch, "the drafts of an earlier step were not settled"
-        if self.pool.num_available < count + max(0, self.max_num_seqs - self.num_live):
+        if len(self.scratch) < count:
             return False
-        seq.scratch = [slot for _ in range(count) if (slot := self.pool.allocate()) is not None]
+        seq.scratch = [self.scratch.pop() for _ in range(count)]
         return True
+
+    def _set_aside(self) -> list[int]:
+        slots = [self.pool.allocate() for _ in range(self.num_scratch)]
+        assert None not in slots, f"no room to set {self.num_scratch} slots aside"
+        return [slot for slot in slots if slot is not None]
 
     def settle(self, seq: CachedSequence, num_tokens: int) -> None:
         """The first `num_tokens` of the step's tokens are true: go on in the slot after the last of
-        them. Nothing is copied; a save point among the others is published from its own slot."""
+        them, and the live slot becomes scratch. Nothing is copied; a save point among the others is
+        published from its own slot, and another one takes that one's place."""
         assert seq.live_slot is not None and 1 <= num_tokens <= len(seq.scratch)
         for index, slot in enumerate(seq.scratch[: num_tokens - 1]):
             boundary = seq.num_computed_tokens + index + 1
             if boundary % self.chunk_stride == 0 and self._is_save_point(seq, boundary):
                 save = self._save_at(seq, boundary)
-                self._withdraw_last_decode_state(seq)
-                self._publish(seq, slot, save)
-                if self.pool.is_published(slot):
+                other = self._slot_for_save(seq, save)
+                if other is not None:
+                    seq.scratch[index] = other
+                    self._publish(seq, slot, save)
+                    self.pool.release(slot)
                     seq.decode_checkpoint = (save.key, slot)
-        self.pool.release(seq.live_slot)
-        seq.live_slot = seq.scratch.pop(num_tokens - 1)
-        self._release_scratch(seq)
+        before, seq.live_slot = seq.live_slot, seq.scratch[num_tokens - 1]
+        seq.scratch[num_tokens - 1] = before
+        self._give_back_scratch(seq)
 
-    def _release_scratch(self, seq: CachedSequence) -> None:
-        for slot in seq.scratch:
-            self.pool.release(slot)
-        seq.scratch.clear()
+    def _give_back_scratch(self, seq: CachedSequence) -> None:
+        self.scratch += seq.scratch
+        seq.scratch = []
 
     # ---- saving
 
@@ -202,19 +217,23 @@ class LinearStateBlockManager:
         if not rotate:
             self._publish(seq, seq.live_slot, save)
             return
-        if not self._is_new(save):
-            return
-        decoded = save.boundary > seq.num_prompt_tokens
-        if decoded and self._room() > 0:
-            self._withdraw_last_decode_state(seq)
-        point = {save.boundary: self._kind(seq, save.boundary)}
-        new_slot = self._admitted(seq, point, save.boundary - 1).get(save.boundary)
+        new_slot = self._slot_for_save(seq, save)
         if new_slot is None:
             return
         self._publish(seq, seq.live_slot, save)
         self.set_source(seq, StateSource(seq.live_slot, save.boundary, save.provenance))
+        decoded = save.boundary > seq.num_prompt_tokens
         seq.decode_checkpoint = (save.key, seq.live_slot) if decoded else None
         seq.live_slot = new_slot
+
+    def _slot_for_save(self, seq: CachedSequence, save: PendingSave) -> int | None:
+        """A slot in exchange for the one that holds this state; None if it is not to be saved."""
+        if not self._is_new(save):
+            return None
+        if save.boundary > seq.num_prompt_tokens and self._room() > 0:
+            self._withdraw_last_decode_state(seq)
+        point = {save.boundary: self._kind(seq, save.boundary)}
+        return self._admitted(seq, point, save.boundary - 1).get(save.boundary)
 
     def _withdraw_last_decode_state(self, seq: CachedSequence) -> None:
         """An answer keeps one state, its latest: the one before makes room for it.
@@ -306,7 +325,7 @@ class LinearStateBlockManager:
         for _, slot in seq.snapshots:
             self.pool.release(slot)
         seq.snapshots.clear()
-        self._release_scratch(seq)
+        self._give_back_scratch(seq)
         self._release_source(seq)
         if seq.live_slot is not None:
             self.pool.release(seq.live_slot)
@@ -329,6 +348,7 @@ class LinearStateBlockManager:
         """Forget every slot. Only when no sequence is to keep what it holds."""
         self.cache.clear()
         self.pool.reset()
+        self.scratch = self._set_aside()
         self.num_live = 0
 
     def _release_source(self, seq: CachedSequence) -> None:

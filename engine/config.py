@@ -93,10 +93,11 @@ class EngineConfig:
         )
         if self.num_slots is not None:
             self._require(
-                self.num_slots >= self.max_num_seqs + 1,
+                self.num_slots >= self.fewest_slots,
                 "num_slots",
-                f"must be at least max_num_seqs + 1 = {self.max_num_seqs + 1}: "
-                "one live slot a sequence and the padding slot",
+                f"must be at least {self.fewest_slots}: for each of max_num_seqs="
+                f"{self.max_num_seqs} a live slot and {self.num_scratch} for "
+                f"num_speculative_tokens={self.num_speculative_tokens}, and the padding slot",
             )
         if self.num_blocks is not None:
             self._require(
@@ -126,6 +127,11 @@ class EngineConfig:
     def num_scratch(self) -> int:
         """Slots in which a verify step leaves one sequence's states: one for each of its tokens."""
         return self.num_speculative_tokens + 1 if self.num_speculative_tokens else 0
+
+    @property
+    def fewest_slots(self) -> int:
+        """Live slots and scratch of all sequences, and the padding."""
+        return self.max_num_seqs * (1 + self.num_scratch) + 1
 
     def _check_types(self) -> None:
         for field in fields(self):
@@ -160,7 +166,7 @@ def pool_sizes(
     budget does not hold the live slots and one stride of K/V.
     """
     block_bytes = config.block_size * kv_bytes_per_token
-    live_slots = config.max_num_seqs * (1 + config.num_scratch) + 1
+    live_slots = config.fewest_slots
     left = config.memory_budget_bytes
     fixed_slots = config.num_slots if config.num_slots is not None else live_slots
     left -= slot_bytes * fixed_slots

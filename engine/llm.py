@@ -125,6 +125,7 @@ class LLM:
                 if config.placement is None
                 else parse_placement(config.placement, config.chunk_stride),
                 policy=parse_policy(config.eviction),
+                num_scratch=config.max_num_seqs * config.num_scratch,
             )
         self.manager = CompositeBlockManager(
             KVBlockManager(

@@ -73,6 +73,7 @@ class EngineStats:
     tokens_prefilled: prompt tokens that steps computed, again after a preemption too;
     tokens_drafted, tokens_accepted: guesses of the draft head, and those that were right.
     tokens_prefilled_idle: those of background requests, not among the others.
+    slots_scratch: set aside for verify steps, in use or not.
     smallest_prompt_that_can_hit: tokens; shorter prompts miss with `below_stride`.
     """
 
@@ -90,6 +91,7 @@ class EngineStats:
     preemptions: int
     slots_live: int
     slots_checkpoint: int
+    slots_scratch: int
     slots_free: int
     slots_total: int
     state_evictions: int
@@ -124,6 +126,7 @@ class EngineStats:
             preemptions=scheduler.num_preemptions,
             slots_live=live,
             slots_checkpoint=saved,
+            slots_scratch=0 if linear is None else linear.num_scratch,
             slots_free=0 if linear is None else linear.pool.num_free,
             slots_total=total,
             state_evictions=0 if linear is None else linear.pool.num_evictions,

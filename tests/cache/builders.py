@@ -57,6 +57,7 @@ def linear_leaf(
     caching: bool = True,
     placement: Placement | None = None,
     policy: EvictionPolicy | None = None,
+    num_scratch: int = 0,
 ) -> LinearStateBlockManager:
     return LinearStateBlockManager(
         num_slots,
@@ -66,6 +67,7 @@ def linear_leaf(
         enable_prefix_caching=caching,
         placement=placement,
         policy=policy,
+        num_scratch=num_scratch,
     )
 
 

@@ -174,20 +174,24 @@ def test_check_sees_a_published_slot_that_the_index_does_not_know():
 # ---- drafts
 
 
-def test_scratch_leaves_the_live_slots_that_others_will_need():
-    linear = linear_leaf(8, max_num_seqs=4)
-    seq = sequence(range(4))
-    linear_step(linear, seq, 4)
-    assert linear.pool.num_available == 6
+def drafting_leaf(num_slots: int = 12, *, num_scratch: int = 3):
+    return linear_leaf(num_slots, max_num_seqs=1, num_scratch=num_scratch)
+
+
+def test_scratch_is_set_aside_and_comes_back():
+    linear = drafting_leaf()
+    aside = set(linear.scratch)
+    assert len(aside) == 3 and linear.pool.num_available == 11 - 3
+    seq = sequence(range(3))
+    linear_step(linear, seq, 3)
     assert not linear.take_scratch(seq, 4) and not seq.scratch
-    assert linear.take_scratch(seq, 3)
-    assert linear.pool.num_available == 3
+    assert linear.take_scratch(seq, 3) and set(seq.scratch) == aside and not linear.scratch
     linear.discard(seq)
-    assert linear.pool.num_in_use == 0
+    assert set(linear.scratch) == aside and linear.pool.num_in_use == 3
 
 
 def test_the_slot_after_the_last_true_token_becomes_the_live_slot():
-    linear = linear_leaf(8, max_num_seqs=1)
+    linear = drafting_leaf()
     seq = sequence(range(3))
     linear_step(linear, seq, 3)
     before = seq.live_slot
@@ -195,4 +199,24 @@ def test_the_slot_after_the_last_true_token_becomes_the_live_slot():
     first, second, third = seq.scratch
     linear.settle(seq, 2)
     assert seq.live_slot == second and not seq.scratch
-    assert [linear.pool.ref_count(slot) for slot in (before, first, second, third)] == [0, 0, 1, 0]
+    assert sorted(linear.scratch) == sorted([first, before, third])
+
+
+def test_a_boundary_among_the_guesses_is_published_and_its_place_is_filled():
+    linear = drafting_leaf()
+    seq = sequence(range(3), exact=False)
+    linear_step(linear, seq, 3)
+    for token in (7, 8, 9):
+        seq.append_token(token)
+    assert linear.take_scratch(seq, 3)
+    first, second, third = seq.scratch
+    linear.settle(seq, 3)  # tokens 4 to 6: boundary 4 is after the first of them
+    assert linear.cache.slot_ids() == {first} and linear.pool.ref_count(first) == 0
+    assert seq.live_slot == third
+    assert len(linear.scratch) == 3 and first not in linear.scratch and second in linear.scratch
+
+
+def test_a_reset_sets_scratch_aside_again():
+    linear = drafting_leaf()
+    linear.reset()
+    assert len(linear.scratch) == linear.pool.num_in_use == 3

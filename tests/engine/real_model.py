@@ -70,7 +70,8 @@ def poison_unowned(llm):
     manager, worker = llm.manager, llm.worker
     worker.kv_cache[:, :, _unowned(manager.kv.pool)] = torch.nan
     if manager.linear is not None:
-        worker.state_pool.arena[_unowned(manager.linear.pool)] = 255  # NaN in every dtype
+        unowned = [*_unowned(manager.linear.pool), *manager.linear.scratch]
+        worker.state_pool.arena[unowned] = 255  # NaN in every dtype
 
 
 def _unowned(pool):
@@ -182,6 +183,7 @@ def assert_idle(llm):
     stats = llm.stats()
     assert stats.requests_waiting == stats.requests_running == 0
     assert stats.slots_live == stats.blocks_in_use == 0
-    assert stats.slots_free + stats.slots_checkpoint == stats.slots_total  # counted apart
+    kept = stats.slots_checkpoint + stats.slots_scratch
+    assert stats.slots_free + kept == stats.slots_total  # each counted on its own
     assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
     assert stats.hits + sum(stats.misses.values()) == stats.queries

@@ -1,6 +1,7 @@
 """What an engine is told at start: rules between the values, and how memory is shared out."""
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,10 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig, pool_sizes
 
+EVICTION = ["lru", "lru_cap_per_path(1)", "lru_cap_per_path(2)", "flop_aware(0)"]
+EVICTION += ["flop_aware(0.5)", "value"]
+PLACEMENT = [None, "prompt_end", "branch", "every(64)", "comb(8192)", "prompt_end+branch"]
+PLACEMENT += ["prompt_end+branch+comb(8192)", "comb(64) + every(128) + branch"]
 REFUSED = {
     "a stride off the kernel chunk": ({"chunk_stride": 100}, "chunk_stride=100.*kernel chunk, 64"),
     "a stride below the kernel chunk": ({"chunk_stride": 32}, "chunk_stride=32.*multiple"),
@@ -25,7 +30,7 @@ REFUSED = {
     "no saves": ({"checkpoint_every": 0}, "checkpoint_every=0.*at least 1"),
     "no block": ({"block_size": -64}, "block_size=-64.*at least 1"),
     "no sequences": ({"max_num_seqs": 0}, "max_num_seqs=0.*at least 1"),
-    "a slot too few": ({"num_slots": 16}, r"num_slots=16.*max_num_seqs \+ 1 = 17"),
+    "a slot too few": ({"num_slots": 16}, "num_slots=16.*at least 17.*max_num_seqs=16"),
     "no block beside the padding": ({"num_blocks": 1}, "num_blocks=1.*at least 2"),
     "no room for an answer": ({"max_model_len": 1}, "max_model_len=1.*at least 2"),
     "no memory": ({"memory_budget_bytes": 0}, "memory_budget_bytes=0.*positive"),
@@ -43,7 +48,48 @@ REFUSED = {
     "a number as truth": ({"enable_prefix_caching": 1}, "must be bool, got 1"),
     "an optional of another type": ({"num_slots": "20"}, "num_slots must be int or None"),
     "a dtype that is no text": ({"dtype": 32}, "dtype must be str or None, got 32"),
+    "a placement that is no text": ({"placement": 64}, "placement must be str or None, got 64"),
+    "an eviction that is no text": ({"eviction": None}, "eviction must be str, got None"),
 }
+_PLACEMENTS = r"prompt_end, branch, every\(N\) and comb\(N\), N a multiple of chunk_stride, with '\+'"
+_POLICIES = r"must be lru, lru_cap_per_path\(N\), flop_aware\(ALPHA\) or value; got"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "tip", "Branch", "branch+", "branch,prompt_end", "comb", "comb()", "comb(0)", "comb(-64)"]
+    + ["every(96)", "every(64.0)", "branch+branch", "prompt_end branch", "every(64)+lru"],
+)
+def test_a_placement_that_is_none_is_refused_with_what_there_is(text):
+    with pytest.raises(ValueError) as refused:
+        EngineConfig(placement=text)
+    message = str(refused.value)
+    assert message.startswith(f"placement={text!r}: must be ")
+    assert re.search(_PLACEMENTS, message) and message.endswith(f"{text!r} with chunk_stride=64")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "LRU", "fifo", "lru ", "lru(2)", "lru_cap_per_path", "lru_cap_per_path()"]
+    + ["lru_cap_per_path(-1)", "lru_cap_per_path(1.5)", "flop_aware", "flop_aware(-1)"]
+    + ["flop_aware(inf)", "flop_aware(0.5)x", "value(1)", "belady"],
+)
+def test_an_eviction_policy_that_is_none_is_refused_with_what_there_is(text):
+    with pytest.raises(ValueError, match=_POLICIES) as refused:
+        EngineConfig(eviction=text)
+    assert str(refused.value).startswith(f"eviction={text!r}: must be ")
+    assert str(refused.value).endswith(repr(text))
+
+
+def test_a_cap_of_no_states_is_refused():
+    with pytest.raises(ValueError, match=r"eviction='lru_cap_per_path\(0\)'.*at least 1, got 0"):
+        EngineConfig(eviction="lru_cap_per_path(0)")
+
+
+def test_the_comb_of_a_placement_is_on_the_grid_of_its_own_config():
+    assert EngineConfig(placement="comb(128)").placement == "comb(128)"
+    with pytest.raises(ValueError, match=r"placement='comb\(128\)'.*chunk_stride=192"):
+        EngineConfig(placement="comb(128)", chunk_stride=192, checkpoint_every=384)
 
 
 @pytest.mark.parametrize(("options", "words"), REFUSED.values(), ids=REFUSED)
@@ -66,6 +112,8 @@ def test_a_bad_value_is_refused_with_its_name_and_the_rule(options, words):
         {"dtype": "bfloat16", "restore": "copy"},
         {"hash_seed": (1 << 64) - 1},
         {"memory_budget_bytes": 1},
+        *({"eviction": name} for name in EVICTION),
+        *({"placement": name} for name in PLACEMENT),
     ],
     ids=str,
 )

@@ -34,7 +34,7 @@ PROMPT = [(3 * i + i * i) % 251 for i in range(100)]
 def oracle(drafts: int, right: Callable[[int], bool] = lambda position: True, **config) -> LLM:
     model = OracleModel()
     model.guesses_right = right
-    config = {"num_slots": 40, "num_blocks": 60, "max_num_seqs": 4, **config}
+    config = {"num_slots": 60, "num_blocks": 60, "max_num_seqs": 4, **config}
     return LLM.from_model(model, EngineConfig(num_speculative_tokens=drafts, **config))
 
 
@@ -49,8 +49,14 @@ def finish(llm: LLM, prompt: list[int] = PROMPT, max_tokens: int = 40, **options
                 last = output
         llm.scheduler.check()
         steps += 1
-    assert llm.manager.linear.pool.num_in_use == llm.manager.kv.pool.num_in_use == 0
+    assert_nothing_is_held(llm)
     return last, steps
+
+
+def assert_nothing_is_held(llm: LLM) -> None:
+    linear = llm.manager.linear
+    assert linear.num_live == llm.manager.kv.pool.num_in_use == 0
+    assert linear.pool.num_in_use == len(linear.scratch) == linear.num_scratch
 
 
 def published_states(llm: LLM, token_ids: list[int]) -> dict[int, bool]:
@@ -191,7 +197,7 @@ def test_an_abort_inside_a_verify_step_gives_everything_back(when: int, monkeypa
         llm.scheduler.check()
     assert outputs["gone"].finish_reason == "abort"
     assert outputs["stays"].token_ids == expected_output(PROMPT[:70], 40)
-    assert llm.manager.linear.pool.num_in_use == llm.manager.kv.pool.num_in_use == 0
+    assert_nothing_is_held(llm)
 
 
 @pytest.mark.parametrize("when", range(1, 6))
@@ -205,7 +211,7 @@ def test_a_verify_step_that_fails_leaves_nothing(when: int, monkeypatch):
         with pytest.raises(RuntimeError, match="the device is gone"):
             llm.step()
     llm.scheduler.check()
-    assert llm.manager.linear.pool.num_in_use == 0
+    assert llm.manager.linear.num_live == 0
     while llm.has_unfinished():
         outputs = llm.step()
     assert outputs[-1].token_ids == expected_output(PROMPT, 40)
@@ -233,14 +239,20 @@ def test_tokens_that_are_replayed_are_not_guessed(monkeypatch):
     assert len(replayed) > 3 and not any(row.num_drafts for row in replayed)
 
 
-def test_without_room_for_guesses_a_step_runs_without_them():
-    llm = oracle(3, num_slots=5)  # four live slots, and none for guesses
-    prompts = [PROMPT[i:] for i in range(4)]
-    params = SamplingParams(temperature=0, max_tokens=20)
-    outputs = llm.generate(prompts, params)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.token_ids == expected_output(prompt, 20)
-    assert llm.stats().preemptions == 0
+def test_guesses_never_evict_a_state():
+    """The slots they need are set aside: hits are those of plain decoding."""
+    for drafts, num_slots in ((0, 8), (5, 8 + 6)):
+        llm = oracle(drafts, lambda _: False, num_slots=num_slots, max_num_seqs=1)
+        prompts = [[i, *PROMPT] for i in range(6)]
+        for prompt in [*prompts, *prompts]:
+            finish(llm, prompt, max_tokens=8)
+        assert (llm.stats().hits, llm.stats().state_evictions) == (6, 0)
+
+
+def test_too_few_slots_for_guesses_are_refused():
+    with pytest.raises(ValueError, match=r"num_slots=16: must be at least 21: .*max_num_seqs=4"):
+        EngineConfig(num_slots=16, max_num_seqs=4, num_speculative_tokens=3)
+    EngineConfig(num_slots=21, max_num_seqs=4, num_speculative_tokens=3)
 
 
 def test_nobody_is_preempted_for_guesses():
@@ -282,7 +294,13 @@ def engine():
     made = []
 
     def make(**config):
-        config = {"num_speculative_tokens": 3, "num_slots": 40, "num_blocks": 60, **config}
+        config = {
+            "num_speculative_tokens": 3,
+            "num_slots": 60,
+            "num_blocks": 60,
+            "max_num_seqs": 4,
+            **config,
+        }
         made.append(make_engine("drafts", **config))
         return made[-1]
 
@@ -352,7 +370,7 @@ def test_the_draft_head_is_the_function_that_its_tensors_say():
     hidden = torch.randn(9, config.hidden_size, generator=torch.Generator().manual_seed(0)).double()
     ids = list(tokens(3, 9))
     expected = draft_reference(config, weights, mtp, ids, hidden)
-    llm = make_engine("drafts", num_speculative_tokens=1, num_slots=40, num_blocks=60)
+    llm = make_engine("drafts", num_speculative_tokens=1, num_slots=60, num_blocks=60)
     model = llm.worker.model
     got = draft_stepwise(model, llm.worker.kv_cache, ids, hidden.float())
     torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)

@@ -63,7 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
             block_size=block_size,
             checkpoint_every=every * stride,
             max_num_seqs=max_num_seqs,
-            num_slots=max_num_seqs + 1 + extra_slots + (drafts + 1) * (extra_slots % 3),
+            num_slots=max_num_seqs * (drafts + 2 if drafts else 1) + 1 + extra_slots,
             num_speculative_tokens=drafts,
             num_blocks=num_blocks if block_size == 16 else num_blocks // 4,
             max_num_batched_tokens=budget,
@@ -251,7 +251,8 @@ class EngineMachine(RuleBasedStateMachine):
         for reason in (*stats.misses, *(f"skip {r}" for r in stats.saves_skipped)):
             event(reason)
         assert stats.blocks_in_use == stats.slots_live == 0
-        assert self.llm.manager.linear.pool.num_in_use == 0
+        linear = self.llm.manager.linear
+        assert linear.pool.num_in_use == len(linear.scratch) == linear.num_scratch
         assert not self.llm._requests
 
     def _add(self, prompt: list[int], params: SamplingParams, salt: str, **options) -> None:
