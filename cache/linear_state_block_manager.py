@@ -140,7 +140,7 @@ class LinearStateBlockManager:
             self.pool.release(slot)
         seq.snapshots.clear()
         boundary = seq.num_computed_tokens
-        if boundary % self.chunk_stride == 0 and self._is_save_point(seq, boundary):
+        if self._is_save_point(seq, boundary):
             seq.pending_save = self._save_at(seq, boundary)
 
     def save_here(self, seq: CachedSequence) -> None:
@@ -186,7 +186,7 @@ class LinearStateBlockManager:
         assert seq.live_slot is not None and 1 <= num_tokens <= len(seq.scratch)
         for index, slot in enumerate(seq.scratch[: num_tokens - 1]):
             boundary = seq.num_computed_tokens + index + 1
-            if boundary % self.chunk_stride == 0 and self._is_save_point(seq, boundary):
+            if self._is_save_point(seq, boundary):
                 save = self._save_at(seq, boundary)
                 other = self._slot_for_save(seq, save)
                 if other is not None:
