@@ -13,12 +13,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.api_answers import ChatAnswers, CompletionAnswers
 from engine.api_body import StrictRoute
-from engine.api_errors import ApiError, install_error_handlers
+from engine.api_errors import ApiError, api_error, install_error_handlers
 from engine.api_openapi import body_of, errors, openapi_of
 from engine.api_replies import ChatCompletion, Completion, Health, ModelCard, ModelList, Stats
 from engine.api_service import Service
 from engine.api_types import ChatRequest, CompletionRequest
 from engine.chat_template import ChatTemplate
+from engine.engine_loop import EngineStopped
 from engine.engine_thread import EngineThread
 from engine.llm import LLM
 from engine.metrics import Metrics
@@ -61,7 +62,7 @@ def create_app(
         observer=metrics,
     )
     metrics.watch(lambda: engine.snapshot)
-    planner = RequestPlanner(llm, chat_template, max_answers=max_queued_requests)
+    planner = RequestPlanner(llm, chat_template)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -148,8 +149,10 @@ def _status_routes(engine: EngineThread, metrics: Metrics, model: str) -> APIRou
     @router.get("/health", responses=errors(503))
     async def health() -> Health:
         """Whether new requests are taken."""
-        if not engine.is_open:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        try:
+            engine.check_open()
+        except EngineStopped as error:
+            raise api_error(error) from None
         return Health()
 
     @router.get(

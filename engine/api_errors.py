@@ -11,7 +11,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from engine.api_replies import Error, ErrorReply
-from engine.engine_loop import EngineFault, EngineStopped
+from engine.api_types import WarmstateOptions
+from engine.engine_loop import EngineFailed, EngineFault, EngineStopped
 from engine.engine_thread import QueueFull
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, QueueFull):
         retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         return ApiError(429, str(error), code="queue_full", headers=retry)
+    if isinstance(error, EngineFailed):
+        return ApiError(503, str(error), code="engine_failed")
     if isinstance(error, EngineStopped):
         return ApiError(503, str(error), code="shutting_down")
     if isinstance(error, EngineFault):
@@ -113,4 +116,5 @@ def _reason(error: Mapping[str, Any]) -> str:
 def _named_field(message: str) -> str | None:
     """The field that a ValueError of the engine begins with: `name=value: rule`."""
     found = re.match(r"([a-z_]+)=", message)
-    return found.group(1) if found else None
+    name = found.group(1) if found else None
+    return f"warmstate.{name}" if name in WarmstateOptions.model_fields else name

@@ -13,7 +13,7 @@ _REASONS = {
     413: "The body is too large",
     429: "Too many requests are unfinished; Retry-After says when to try again",
     500: "The engine failed while it computed this request",
-    503: "The server is shutting down",
+    503: "The server is shutting down, or its engine has failed",
 }
 
 Responses = dict[int | str, dict[str, Any]]

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 
 from fastapi import Request, Response
 
@@ -13,7 +14,6 @@ from engine.api_stream import DONE, ClientGone, EventStream, sse, unless_disconn
 from engine.api_types import ChatRequest, GenerationRequest
 from engine.engine_loop import EngineFault, EngineStopped, Job
 from engine.engine_thread import EngineThread, QueueFull
-from engine.output import RequestOutput
 from engine.request_planner import RequestPlanner
 
 logger = logging.getLogger(__name__)
@@ -67,26 +67,17 @@ class Service:
     async def _compute(
         self, body: GenerationRequest, plan: Callable[[], list[Job]], answers: Answers
     ) -> None:
-        async with aclosing(self._outputs(plan)) as outputs:
+        async with aclosing(self.engine.run(body.num_answers, plan)) as outputs:
             async for index, output in outputs:
                 answers.take(index, output)
         self._prepare_next_turn(body, answers)
-
-    async def _outputs(
-        self, plan: Callable[[], list[Job]]
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        self.engine.check_room(1)  # before any work is done
-        jobs = await asyncio.to_thread(plan)
-        async with aclosing(self.engine.run(jobs)) as outputs:
-            async for each in outputs:
-                yield each
 
     async def _events(
         self, body: GenerationRequest, plan: Callable[[], list[Job]], answers: Answers
     ) -> AsyncGenerator[str, None]:
         begun = False
         try:
-            async with aclosing(self._outputs(plan)) as outputs:
+            async with aclosing(self.engine.run(body.num_answers, plan)) as outputs:
                 async for index, output in outputs:
                     for event in answers.events(index, output):
                         begun = True
@@ -112,8 +103,10 @@ class Service:
             task.add_done_callback(self._tasks.discard)
 
     async def _prefill(self, body: ChatRequest, answer: str) -> None:
+        if not self.engine.is_open:
+            return
         try:
-            job = await asyncio.to_thread(self.planner.next_turn_job, body, answer)
+            job = await self.engine.plan(partial(self.planner.next_turn_job, body, answer))
         except ValueError as error:  # the template refuses its own model's answer
             logger.info("no idle prefill: %s", error)
         else:

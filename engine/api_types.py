@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -16,7 +17,8 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from engine.sampling_params import SamplingParams
+from engine.requests import as_batch
+from engine.sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS, SamplingParams
 
 
 class Neutral:
@@ -47,6 +49,8 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 Prompt = Text | TokenIds | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 Prompts = Prompt | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
 Positive = Annotated[int, Field(ge=1, le=MAX_INT64)]
 
 
@@ -85,7 +89,7 @@ class GenerationRequest(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_INT64 - 128)] | None = None
-    stop: Text | Annotated[list[Text], Field(fail_fast=True)] | None = None
+    stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     warmstate: WarmstateOptions = Field(default_factory=WarmstateOptions)
@@ -106,6 +110,11 @@ class GenerationRequest(_Strict):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed with stream=true")
         return self
+
+    @property
+    def num_answers(self) -> int:
+        """How many are asked for."""
+        return self.n or 1
 
     @property
     def include_usage(self) -> bool:
@@ -140,17 +149,31 @@ class CompletionRequest(GenerationRequest):
     echo: Annotated[Any, Neutral(False)] = None
     suffix: Annotated[Any, Neutral("")] = None
 
+    @property
+    def num_answers(self) -> int:
+        """n for each prompt."""
+        return len(as_batch(self.prompt)) * (self.n or 1)
+
 
 class TextPart(_Strict):
     type: Literal["text"]
     text: str
 
 
+def _only_text(content: object) -> object:
+    """ValueError for a part that is no text; anything else is left to the types."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind != "text":
+            raise ValueError(f"only parts of type 'text' are supported, not {kind!r:.40}")
+    return content
+
+
 class Message(_Strict):
     """One message of a conversation; only text can be sent."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_only_text)] = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None

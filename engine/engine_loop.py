@@ -1,13 +1,13 @@
 """The engine's side of the server: obeys commands, steps, tells what happened. Runs in one thread.
 
-Everything here belongs to that thread, except `commands`, `snapshot`, `recent` and `closed`.
+Everything here belongs to that thread, except the attributes that `EngineLoop` describes.
 """
 
 import logging
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -22,6 +22,13 @@ logger = logging.getLogger(__name__)
 
 class EngineStopped(RuntimeError):
     """The engine takes no new requests, or ended this one because it stops."""
+
+
+class EngineFailed(EngineStopped):
+    """The engine's thread has ended by an error: it takes nothing and can't be started again."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine has failed; restart the server")
 
 
 class EngineFault(RuntimeError):
@@ -84,6 +91,7 @@ class EngineLoop:
     snapshot: the engine's statistics after the last step, immutable.
     recent: the records of the requests that ended last.
     closed: the loop has ended; commands have no effect but that new jobs are told so.
+    failed: it ended by an error.
     """
 
     def __init__(
@@ -99,7 +107,7 @@ class EngineLoop:
         self.recent = recent
         self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.snapshot: EngineStats = llm.stats()
-        self.closed = False
+        self.closed = self.failed = False
         self._observer = observer
         self._post = post
         self._stopping = False
@@ -116,12 +124,21 @@ class EngineLoop:
                     self._step()
         except BaseException:
             logger.critical("the engine thread ends: its engine is not usable", exc_info=True)
+            self.failed = True
+            self._observer.fault()
         finally:
             self.closed = True
+            self.snapshot = replace(
+                self.snapshot, requests_waiting=0, requests_running=0, requests_background=0
+            )
             left, self._live = self._live, {}
-            self._tell([(live, EngineStopped("the engine has stopped")) for live in left.values()])
+            self._tell([(live, self.end_error()) for live in left.values()])
             while not self.commands.empty():
                 self.commands.get()()
+
+    def end_error(self) -> EngineStopped:
+        """What a closed loop tells of jobs that it can't compute."""
+        return EngineFailed() if self.failed else EngineStopped("the engine has stopped")
 
     # ---- commands
 
@@ -129,7 +146,7 @@ class EngineLoop:
         """Queue a job; one that is refused is told the ValueError."""
         job = live.job
         if self.closed:
-            return self._tell([(live, EngineStopped("the engine has stopped"))])
+            return self._tell([(live, self.end_error())])
         try:
             self.llm.add_request(
                 job.prompt,

@@ -80,6 +80,8 @@ class _StatsCollector(Collector):
             "Tokens of answers prefilled in idle time",
             stats.tokens_prefilled_idle,
         )
+        yield _counter("tokens_drafted", "Guesses of the draft head", stats.tokens_drafted)
+        yield _counter("tokens_accepted", "Guesses that were right", stats.tokens_accepted)
         yield _counter("cold_starts", "Restores that failed", stats.cold_starts)
         yield _counter("preemptions", "Requests that lost their place", stats.preemptions)
         yield _counters("misses", "Queries that reused nothing", "reason", stats.misses)

@@ -7,7 +7,7 @@ from engine.api_types import ChatRequest, CompletionRequest, GenerationRequest
 from engine.chat_template import ChatTemplate, next_turn_prefix, reusable_points
 from engine.engine_loop import Job
 from engine.llm import LLM
-from engine.requests import as_batch, token_ids_of
+from engine.requests import Prompt, as_batch, token_ids_of
 from engine.sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
@@ -19,11 +19,9 @@ class RequestPlanner:
     Takes from the engine only what never changes. Any thread may call it.
     """
 
-    def __init__(self, llm: LLM, template: ChatTemplate | None, *, max_answers: int) -> None:
-        """max_answers: the most that one request may ask for."""
+    def __init__(self, llm: LLM, template: ChatTemplate | None) -> None:
         self.tokenizer = llm.tokenizer
         self.template = template
-        self._max_answers = max_answers
         self._vocab_size = llm.model_config.vocab_size
         self._chunk_stride = llm.config.chunk_stride
         pool_tokens = (llm.manager.kv.pool.num_ids - 1) * llm.config.block_size
@@ -31,15 +29,10 @@ class RequestPlanner:
 
     def completion_jobs(self, body: CompletionRequest, request_id: str) -> list[Job]:
         """n jobs for each prompt, in order. ValueError for a request that can't be served."""
-        prompts, n = as_batch(body.prompt), body.n or 1
-        if len(prompts) * n > self._max_answers:
-            raise ValueError(
-                f"{len(prompts)} prompts with n={n} ask for more than {self._max_answers} answers"
-            )
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         jobs: list[Job] = []
-        for prompt in prompts:
-            ids = token_ids_of(prompt, self.tokenizer, self._vocab_size)
+        for prompt in as_batch(body.prompt):
+            ids = self._token_ids(prompt)
             jobs += _choices(body, request_id, ids, max_tokens, body.logprobs, first=len(jobs))
         return jobs
 
@@ -47,14 +40,15 @@ class RequestPlanner:
         """n jobs for the conversation. ValueError, the template's own among them."""
         if self.template is None or self.tokenizer is None:
             raise ValueError("this model has no chat template: use /v1/completions")
-        if (body.n or 1) > self._max_answers:
-            raise ValueError(f"n={body.n} asks for more than {self._max_answers} answers")
         messages = _messages(body)
-        text = self.template.render(messages, tools=body.tools)
-        ids = token_ids_of(text, self.tokenizer, self._vocab_size)
+        ids = self._token_ids(self.template.render(messages, tools=body.tools))
         points = reusable_points(self.template, self.tokenizer, messages, ids, tools=body.tools)
         max_tokens = body.limit or max(1, self._max_tokens - len(ids))
         return _choices(body, request_id, ids, max_tokens, body.num_logprobs, points=tuple(points))
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        limit = self._max_tokens - 1  # for one new token
+        return token_ids_of(prompt, self.tokenizer, self._vocab_size, max_tokens=limit)
 
     def next_turn_job(self, body: ChatRequest, answer: str) -> Job | None:
         """A background job that prefills an answer for the turn that may follow it.

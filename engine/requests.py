@@ -8,14 +8,23 @@ from engine.tokenizer import Tokenizer
 Prompt = str | Seq[int]
 
 
-def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
-    """The ids of a prompt. ValueError for no tokens, no tokenizer, or an id off the vocabulary."""
+def token_ids_of(
+    prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, *, max_tokens: int | None = None
+) -> list[int]:
+    """The ids of a prompt. ValueError for no tokens, no tokenizer, or an id off the vocabulary.
+
+    max_tokens: also for what is longer than that for sure, before it is tokenised or checked.
+    """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("the model has no tokenizer.json: give token ids, not text")
+        if max_tokens is not None:
+            _check_bytes(len(prompt.encode()), max_tokens, tokenizer.max_bytes_per_token)
         token_ids = tokenizer.encode(prompt)
     else:
         token_ids = _as_list(prompt, "a prompt is text or a list of token ids")
+        if max_tokens is not None and len(token_ids) > max_tokens:
+            raise ValueError(f"the prompt has {len(token_ids)} tokens; at most {max_tokens} fit")
     if not token_ids:
         raise ValueError("the prompt is empty: at least one token is needed")
     for position, token_id in enumerate(token_ids):
@@ -24,6 +33,14 @@ def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -
                 f"token {token_id!r} at position {position} is not an id in [0, {vocab_size})"
             )
     return token_ids
+
+
+def _check_bytes(num_bytes: int, max_tokens: int, max_bytes_per_token: float) -> None:
+    limit = max_tokens * max_bytes_per_token
+    if num_bytes > limit:
+        raise ValueError(
+            f"the prompt has {num_bytes} bytes; at most {limit:.0f} can fit in {max_tokens} tokens"
+        )
 
 
 def check_text(name: str, value: object) -> None:

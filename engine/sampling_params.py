@@ -3,6 +3,8 @@
 import sys
 from dataclasses import dataclass, field
 
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256  # each is looked for at each token
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -11,7 +13,7 @@ class SamplingParams:
     temperature: 0 is greedy.                     top_k: 0 keeps the whole vocabulary.
     top_p: smallest set of likeliest tokens with at least this probability.
     seed: None draws one for the request.         max_tokens: at most this many new tokens.
-    stop: strings that end the text (not part of it).
+    stop: at most 16 strings, of at most 256 characters, that end the text (not part of it).
     stop_token_ids: tokens that end it, beside the model's own end tokens (kept in token_ids).
     ignore_eos: the model's own end tokens do not end it.
     logprobs: None, or how many of the likeliest tokens to report beside the chosen one.
@@ -50,7 +52,10 @@ class SamplingParams:
         self._require(
             _is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "must be >= 1"
         )
+        self._require(len(self.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
         self._require(all(isinstance(s, str) and s for s in self.stop), "stop", "no empty strings")
+        short = all(len(s) <= MAX_STOP_CHARACTERS for s in self.stop)
+        self._require(short, "stop", f"at most {MAX_STOP_CHARACTERS} characters each")
         ids = all(_is_int(i) and i >= 0 for i in self.stop_token_ids)
         self._require(ids, "stop_token_ids", "must be token ids")
         object.__setattr__(self, "_stop_tokens", frozenset(self.stop_token_ids))
@@ -59,7 +64,7 @@ class SamplingParams:
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
-            raise ValueError(f"{name}={getattr(self, name)!r}: {rule}")
+            raise ValueError(f"{name}={getattr(self, name)!r:.1000}: {rule}")
 
     def stops_at(self, token_id: int, eos_token_ids: tuple[int, ...]) -> bool:
         """Whether this token ends the request."""

@@ -1,12 +1,16 @@
 """`python -m engine.serve`: one model behind OpenAI's interface."""
 
 import argparse
+import errno
 import inspect
 import logging
+import math
 import re
+import socket
 import sys
 import time
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import get_args
@@ -21,6 +25,7 @@ from engine.config import EngineConfig
 from engine.engine_thread import EngineThread
 from engine.llm import LLM
 
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a name may have others
 CLOSE_SECONDS = 5  # for responses that are written already to reach their clients
 
 
@@ -37,6 +42,11 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._engine, self._name, self._drain_seconds = engine, name, drain_seconds
         self._deadline: float | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the engine has failed."""
+        return int(self._engine.has_failed)
 
     async def startup(self, sockets: list | None = None) -> None:
         """Listen, and say where."""
@@ -55,7 +65,13 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: end when everything is answered or the time is over."""
+        """Ten times a second: end when everything is answered, the time is over, or the engine is.
+
+        A dead engine is not worth waiting for: whoever started the server is to start it again.
+        """
+        if self._engine.has_failed and self._deadline is None and not self.should_exit:
+            print("warmstate: the engine has failed", file=sys.stderr, flush=True)
+            self.should_exit = True
         if self._deadline is not None and not self.should_exit:
             if time.monotonic() >= self._deadline:
                 self._engine.abort_all()
@@ -65,24 +81,25 @@ class DrainingServer(uvicorn.Server):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal; the exit code."""
+    """Serve until a signal; the exit code: 2 for what is refused, 1 if the engine has failed."""
     options = _parser().parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
         server = _server(options)
+        sockets = _bound(options.host, options.port)
     except ValueError as error:
         print(f"warmstate: {error}", file=sys.stderr)
         return 2
-    server.run()
-    return 0
+    server.run(sockets)
+    return server.exit_code
 
 
 def _server(options: argparse.Namespace) -> DrainingServer:
     """Load the model and set everything up. ValueError for what is refused."""
-    if options.drain_seconds < 0:
-        raise ValueError(f"drain_seconds={options.drain_seconds}: must be at least 0")
+    if not 0 <= options.drain_seconds < math.inf:
+        raise ValueError(f"drain_seconds={options.drain_seconds}: must be at least 0 and finite")
     settings = {field.name: getattr(options, field.name) for field in fields(EngineConfig)}
     name = options.served_model_name or options.model.resolve().name
     app = create_app(
@@ -96,13 +113,43 @@ def _server(options: argparse.Namespace) -> DrainingServer:
     )
     config = uvicorn.Config(
         app,
-        host=options.host,
-        port=options.port,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )
     return DrainingServer(config, app.state.engine, name=name, drain_seconds=options.drain_seconds)
+
+
+def _bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets at the addresses of a host that this machine has. ValueError where that fails."""
+    sockets: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            try:
+                sockets.append(_bound_at(family, address))
+            except OSError as error:
+                if error.errno not in _NO_SUCH_ADDRESS or (not sockets and address == found[-1][4]):
+                    raise
+    except (OSError, UnicodeError) as error:
+        for each in sockets:
+            each.close()
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"can't listen at {host} port {port}: {reason}") from None
+    return sockets
+
+
+def _bound_at(family: int, address: object) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)  # type: ignore[arg-type]
+    except BaseException:
+        bound.close()
+        raise
+    return bound
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,13 +161,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", type=Path, default=BUILTIN_MODEL_DIR, help="a Hugging Face directory")
     add("--host", default="127.0.0.1", help="the address to listen at")
-    add("--port", type=_number, default=8000, help="0: any free one")
+    add("--port", type=_port, default=8000, help="0: any free one")
     add("--served-model-name", help="what clients call it; None: the directory's name")
     add("--max-queued-requests", type=_number, default=256, help="unfinished answers before 429")
     add("--max-body-bytes", type=_number, default=8 << 20, help="of one request")
     add("--drain-seconds", type=float, default=30.0, help="for running answers after a SIGTERM")
     add("--recent-requests", type=_number, default=100, help="shown by the page and /requests")
-    add("--threads", type=_positive, help="of torch; None: torch decides")
+    add("--threads", type=_threads, help="of torch; None: torch decides")
     add(
         "--idle-prefill",
         action=argparse.BooleanOptionalAction,
@@ -172,11 +219,14 @@ def _number(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
 
 
-def _positive(text: str) -> int:
+def _between(low: int, high: int, text: str) -> int:
     value = _number(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is below 1")
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not in [{low}, {high}]")
     return value
+
+
+_port, _threads = partial(_between, 0, 65535), partial(_between, 1, 1024)
 
 
 if __name__ == "__main__":

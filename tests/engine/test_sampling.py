@@ -220,6 +220,8 @@ def test_a_masked_token_is_never_drawn():
         ("max_tokens", True),
         ("stop", ("fine", "")),
         ("stop", (5,)),
+        ("stop", ("x",) * 17),
+        ("stop", ("fine", "x" * 257)),
         ("stop_token_ids", ("a",)),
         ("stop_token_ids", (True,)),
         ("logprobs", -1),

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,8 +24,8 @@ SMALL = ["--num-slots", "20", "--num-blocks", "200", "--max-num-seqs", "4", "--t
 class Command:
     """A server process; `with` waits until it is ready and ends it."""
 
-    def __init__(self, *options):
-        command = [sys.executable, "-m", "engine.serve", "--port", "0", *SMALL, *options]
+    def __init__(self, *options, command=None):
+        command = command or [sys.executable, "-m", "engine.serve", "--port", "0", *SMALL, *options]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -132,6 +133,9 @@ def test_options_reach_their_fields():
         (["--max-body-bytes", "0"], "max_body_bytes=0"),
         (["--recent-requests", "-1"], "recent_requests=-1"),
         (["--drain-seconds", "-1"], "drain_seconds=-1"),
+        (["--drain-seconds", "nan"], "drain_seconds=nan"),
+        (["--drain-seconds", "inf"], "drain_seconds=inf"),
+        (["--host", "no.such.host.invalid"], "can't listen at no.such.host.invalid"),
     ],
 )
 def test_a_refused_value_is_told_in_a_line_and_exits_with_2(capsys, options, message):
@@ -141,7 +145,34 @@ def test_a_refused_value_is_told_in_a_line_and_exits_with_2(capsys, options, mes
     assert told.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("options", [["--port", "x"], ["--threads", "0"], ["--restore", "magic"]])
+def test_a_port_in_use_is_told_in_a_line_and_exits_with_2(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main([*SMALL, "--port", str(port)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"warmstate: can't listen at 127.0.0.1 port {port}: ")
+
+
+def test_a_dead_engine_ends_the_process_with_1():
+    script = f"""
+import sys
+from engine.engine_loop import EngineLoop
+from engine.serve import main
+def broken(self): raise AssertionError("bookkeeping is broken")
+EngineLoop._step = broken
+sys.exit(main({["--port", "0", *SMALL]}))
+"""
+    with Command(command=[sys.executable, "-c", script]) as server:
+        assert status_of(lambda: server.post(max_tokens=5)) == 503
+        assert server.end() == 1
+        assert "warmstate: the engine has failed" in server.process.stderr.read()
+
+
+MALFORMED = [["--port", "x"], ["--port", "65536"], ["--port", "-1"], ["--restore", "magic"]]
+MALFORMED += [["--threads", value] for value in ("0", "1025", str(1 << 70))]
+
+
+@pytest.mark.parametrize("options", MALFORMED)
 def test_a_malformed_option_exits_with_2(capsys, options):
     with pytest.raises(SystemExit, match="2"):
         main(options)

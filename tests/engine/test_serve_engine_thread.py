@@ -1,13 +1,14 @@
 """The engine behind asyncio, without HTTP: who waits, who is told, who gives back."""
 
 import asyncio
+import threading
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
 from engine import LLM, SamplingParams
 from engine.builtin import BUILTIN_MODEL_DIR
-from engine.engine_loop import EngineFault, EngineStopped, Job
+from engine.engine_loop import EngineFailed, EngineFault, EngineStopped, Job
 from engine.engine_thread import EngineThread, QueueFull
 from tests.engine.server_fixture import POOLS, WAIT_SECONDS
 
@@ -57,8 +58,12 @@ def job(name, *, max_tokens=SHORT, length=70, **fields):
     return Job(request_id=name, prompt=[ord(name[0])] * length, sampling=params, **fields)
 
 
+def run(engine, *jobs):
+    return engine.run(len(jobs), lambda: jobs)
+
+
 async def finals(engine, *jobs):
-    return {i: output async for i, output in engine.run(jobs) if output.finished}
+    return {i: output async for i, output in run(engine, *jobs) if output.finished}
 
 
 async def until(condition):
@@ -85,7 +90,7 @@ def test_outputs_are_those_of_the_engine_alone():
 def test_a_closed_generator_gives_everything_back():
     async def main():
         async with running() as engine:
-            async with aclosing(engine.run([job("a", max_tokens=LONG), job("b")])) as outputs:
+            async with aclosing(run(engine, job("a", max_tokens=LONG), job("b"))) as outputs:
                 await anext(outputs)
             await until(lambda: engine.snapshot.requests_running == 0)
             assert engine.num_unfinished == 0
@@ -109,7 +114,7 @@ def test_a_cancelled_reader_gives_everything_back():
 
 def test_a_slow_reader_finds_the_latest_output():
     async def main():
-        async with running() as engine, aclosing(engine.run([job("a", max_tokens=50)])) as outputs:
+        async with running() as engine, aclosing(run(engine, job("a", max_tokens=50))) as outputs:
             await anext(outputs)
             await until(lambda: engine.recent.find("a"))
             rest = [output async for _, output in outputs]
@@ -131,7 +136,7 @@ def test_a_job_waits_for_the_first_token_of_another():
 def test_places_are_taken_as_a_whole_and_given_back_one_by_one():
     async def main():
         async with running(max_queued_requests=3) as engine:
-            async with aclosing(engine.run([job("a", max_tokens=LONG), job("b")])) as outputs:
+            async with aclosing(run(engine, job("a", max_tokens=LONG), job("b"))) as outputs:
                 await anext(outputs)
                 assert engine.num_unfinished == 2
                 with pytest.raises(QueueFull):
@@ -144,6 +149,119 @@ def test_places_are_taken_as_a_whole_and_given_back_one_by_one():
             with pytest.raises(ValueError, match="4 answers"):
                 await finals(engine, *map(job, "abcd"))
             assert engine._observer.outcomes.count("queue_full") == 1
+
+    asyncio.run(main())
+
+
+class SlowPlan:
+    """Plans that wait until they are let go."""
+
+    def __init__(self):
+        self.begun, self.go = [], threading.Event()
+
+    def __call__(self, name):
+        def plan():
+            self.begun.append(name)
+            assert self.go.wait(WAIT_SECONDS)
+            return [job(name)]
+
+        return plan
+
+    def start(self, engine, name):
+        async def read():
+            return [output async for _, output in engine.run(1, self(name)) if output.finished]
+
+        return asyncio.create_task(read())
+
+
+def test_a_place_is_held_while_a_request_is_planned_and_two_are_planned_at_once():
+    async def main():
+        async with running(max_queued_requests=3) as engine:
+            slow = SlowPlan()
+            readers = [slow.start(engine, name) for name in "abc"]
+            await until(lambda: len(slow.begun) == 2)
+            assert engine.num_queued == 3
+            with pytest.raises(QueueFull):
+                await finals(engine, job("d"))
+            readers[0].cancel()  # its thread goes on, and nobody takes its place there
+            await until(lambda: engine.num_queued == 2)
+            await asyncio.sleep(0.05)
+            assert slow.begun == ["a", "b"]
+            slow.go.set()
+            for reader in readers[1:]:
+                assert len(await reader) == 1
+            assert slow.begun == ["a", "b", "c"]
+
+    asyncio.run(main())
+
+
+def test_a_drain_goes_on_with_what_is_planned_and_an_abort_ends_it():
+    async def main():
+        async with running() as engine:
+            slow, late = SlowPlan(), SlowPlan()
+            drained = slow.start(engine, "a")
+            aborted = late.start(engine, "b")
+            await until(lambda: slow.begun and late.begun)
+            engine.drain()
+            assert engine.num_unfinished == 2
+            slow.go.set()
+            assert len(await drained) == 1
+            engine.abort_all()
+            late.go.set()
+            with pytest.raises(EngineStopped):
+                await aborted
+
+    asyncio.run(main())
+
+
+def test_a_plan_that_refuses_is_counted_and_frees_its_place():
+    async def main():
+        async with running() as engine:
+
+            def refuse():
+                raise ValueError("never")
+
+            with pytest.raises(ValueError, match="never"):
+                await anext(engine.run(1, refuse))
+            assert engine._observer.outcomes == ["refused"] and engine.num_queued == 0
+
+    asyncio.run(main())
+
+
+def test_a_reader_that_stalls_holds_no_place_once_its_jobs_have_ended():
+    async def main():
+        async with running(max_queued_requests=2) as engine:
+            jobs = [job("a", max_tokens=50), job("a2", max_tokens=50, after=0)]
+            async with aclosing(run(engine, *jobs)) as outputs:
+                await anext(outputs)
+                await until(lambda: engine.recent.find("a2"))
+                await until(lambda: engine.num_queued == 0)
+                assert engine.num_unfinished == 2, "a drain waits for the reader"
+                assert len(await finals(engine, job("b"), job("c"))) == 2
+                rest = {index: len(output.token_ids) async for index, output in outputs}
+                assert rest == {0: 50, 1: 50}
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_dies_says_so_and_forgets_what_ran():
+    async def main():
+        async with running() as engine:
+            reader = asyncio.create_task(finals(engine, job("a", max_tokens=LONG)))
+            await until(lambda: engine.snapshot.requests_running == 1)
+            llm = engine._engine.llm
+
+            def broken():
+                llm.abort("a")
+                raise AssertionError("bookkeeping is broken")
+
+            engine._engine.commands.put(broken)
+            with pytest.raises(EngineFailed, match="restart the server"):
+                await reader
+            with pytest.raises(EngineFailed):
+                await finals(engine, job("b"))
+            assert engine.has_failed and not engine.is_open
+            assert engine.snapshot.requests_running == 0
 
     asyncio.run(main())
 
@@ -244,7 +362,7 @@ def test_background_jobs_run_when_nobody_waits_and_count_for_nobody():
 def test_of_too_many_background_jobs_the_oldest_are_given_up():
     async def main():
         async with running() as engine:
-            async with aclosing(engine.run([job("a", max_tokens=LONG)])) as outputs:
+            async with aclosing(run(engine, job("a", max_tokens=LONG))) as outputs:
                 await anext(outputs)
                 names = [chr(ord("b") + i) for i in range(POOLS["max_num_seqs"] + 5)]
                 for name in names:

@@ -5,6 +5,8 @@ import socket
 
 import pytest
 
+from engine.api_errors import api_error
+from engine.requests import check_text
 from tests.engine.server_fixture import NAME, RunningServer, long_answer
 
 LIMIT = 20_000
@@ -38,7 +40,7 @@ def refused(server, path, fields, status=400):
 
 @pytest.mark.parametrize(
     "body",
-    [b"{", b"", b"no", b"\xff\xfe", b'{"a": 1}}', b"[" * 5000, b'"text"', b"[]", b"1" * 5000],
+    [b"{", b"no", b"\xff\xfe", b'{"a": 1}}', b"[" * 5000, b'"text"', b"[]", b"1" * 5000],
     ids=repr,
 )
 def test_a_body_that_is_no_json_object_is_refused(server, body):
@@ -67,6 +69,69 @@ def test_lone_surrogates_are_refused_and_pairs_are_characters(server):
         assert status == 400 and "UTF-8" in error_of(reply, 400)["message"]
     pair = f'{{"model": "{NAME}", "prompt": "\\ud83d\\ude42", "max_tokens": 1}}'.encode()
     assert server.request("POST", COMPLETE, pair)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"model": "\xed\xa0\x80"}', b'{"\xed\xa0\x80": 1}', '{"model": "x"}'.encode("utf-16")],
+    ids=repr,
+)
+def test_a_body_that_is_not_utf8_is_refused(server, body):
+    status, _, reply = server.request("POST", COMPLETE, body)
+    assert status == 400 and "UTF-8" in error_of(reply, 400)["message"]
+
+
+def test_an_empty_body_is_called_empty(server):
+    status, _, reply = server.request("POST", COMPLETE, b"")
+    assert status == 400 and "the body is empty" in error_of(reply, 400)["message"]
+
+
+@pytest.mark.parametrize("key", ["max_tokens", "\\ud800"])
+def test_a_key_that_occurs_twice_is_refused_by_name(server, key):
+    for text in ('{"%s": 1, "%s": 2}', '{"metadata": {"%s": 1, "a": 1, "%s": 1}}'):
+        status, _, reply = server.request("POST", COMPLETE, (text % (key, key)).encode())
+        message = error_of(reply, 400)["message"]
+        assert status == 400 and repr(key).replace("\\\\", "\\") in message and "once" in message
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "", "application/xml", "application/jsonx"])
+def test_a_content_type_that_is_not_json_is_refused(server, kind):
+    body = {"model": NAME, "prompt": "x", "max_tokens": 1}
+    status, _, reply = server.request("POST", COMPLETE, body, {"Content-Type": kind})
+    message = error_of(reply, 400)["message"]
+    assert status == 400 and "Content-Type" in message and repr(kind) in message
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON"])
+def test_a_content_type_may_have_parameters(server, kind):
+    body = {"model": NAME, "prompt": "x", "max_tokens": 1}
+    assert server.request("POST", COMPLETE, body, {"Content-Type": kind})[0] == 200
+
+
+def test_a_part_that_is_no_text_is_refused_by_its_type(server):
+    parts = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]
+    error = refused(server, CHAT, {"messages": [{"role": "user", "content": parts}]})
+    assert "'text'" in error["message"] and "'image_url'" in error["message"]
+    assert error["param"] == "messages.0.content"
+
+
+@pytest.mark.parametrize("value", [5, "\ud800"])
+def test_an_option_of_ours_is_named_by_its_path(server, value):
+    """By the types, and by the engine, whose refusals begin with the name alone."""
+    if value == 5:
+        param = refused(server, COMPLETE, {"warmstate": {"cache_salt": value}})["param"]
+    else:
+        with pytest.raises(ValueError) as refusal:
+            check_text("cache_salt", value)
+        param = api_error(refusal.value).param
+    assert param == "warmstate.cache_salt"
+
+
+@pytest.mark.parametrize("stop", [["x"] * 17, "x" * 257, ["a", "x" * 257]], ids=len)
+def test_more_or_longer_stop_strings_than_allowed_are_refused(server, stop):
+    assert refused(server, COMPLETE, {"stop": stop})["param"] == "stop"
+    most = [chr(ord("a") + i) * 256 for i in range(16)]
+    assert server.post(COMPLETE, prompt="x", max_tokens=1, stop=most)[0] == 200
 
 
 WRONG_TYPES = [

@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 import torch
+import uvicorn
 
 from engine import SamplingParams
 from engine.api_stream import EventStream
+from engine.serve import DrainingServer
 from tests.engine.server_fixture import (
     FACTS,
     NAME,
@@ -216,7 +218,8 @@ def test_a_bug_in_the_server_is_a_500_that_tells_no_details(server, monkeypatch)
     assert status == 500 and error["code"] == "internal_error" and "secret" not in error["message"]
 
 
-def test_an_engine_that_can_not_go_on_answers_503(short_text):
+def test_an_engine_that_can_not_go_on_answers_503(monkeypatch):
+    monkeypatch.setattr(DrainingServer, "on_tick", uvicorn.Server.on_tick)  # it would end
     with RunningServer() as server:
 
         def broken():
@@ -226,9 +229,13 @@ def test_an_engine_that_can_not_go_on_answers_503(short_text):
             running = pool.submit(server.request, "POST", COMPLETE, long_answer())
             eventually(lambda: server.stats()["engine"]["requests_running"] == 1)
             server.engine._engine.commands.put(broken)
-            assert running.result()[0] == 503
-        assert server.request("POST", COMPLETE, SHORT)[0] == 503
-        assert server.request("GET", "/health")[0] == 503
+            replies = [running.result()]
+        replies += [server.request("POST", COMPLETE, SHORT), server.request("GET", "/health")]
+        for status, _, body in replies:
+            error = json.loads(body)["error"]
+            assert (status, error["code"]) == (503, "engine_failed")
+            assert error["message"] == "the engine has failed; restart the server"
+        assert server.stats()["engine"]["requests_running"] == 0
         assert server.engine.num_unfinished == 0
 
 

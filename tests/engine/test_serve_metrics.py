@@ -16,6 +16,7 @@ def server():
             assert running.post(COMPLETE, **fields)[0] == 200
         assert running.post(COMPLETE, prompt="x", max_tokens=1)[0] == 200
         assert running.post(COMPLETE, prompt="x", max_tokens=30_000)[0] == 400
+        assert running.post(COMPLETE, prompt=[99999])[0] == 400
         ask = [{"role": "user", "content": FACTS}]
         assert running.post(CHAT, messages=ask, max_tokens=1, ignore_eos=True)[0] == 200
         running.assert_idle()
@@ -38,7 +39,7 @@ def metrics(server):
 def test_every_statistic_is_exported_with_its_value(server, metrics):
     stats = server.stats()["engine"]
     counters = "queries hits tokens_reused tokens_prefilled tokens_prefilled_idle cold_starts"
-    for name in [*counters.split(), "preemptions"]:
+    for name in [*counters.split(), "preemptions", "tokens_drafted", "tokens_accepted"]:
         assert metrics[f"warmstate_{name}_total", None] == stats[name]
     for noun, states in (("slots", "live checkpoint free"), ("blocks", "in_use cached free")):
         for state in states.split():
@@ -62,7 +63,7 @@ def test_the_numbers_add_up(server, metrics):
 
 def test_requests_are_counted_by_outcome_and_measured_without_background_ones(metrics):
     ended = {label: v for (name, label), v in metrics.items() if name == "warmstate_requests_total"}
-    assert ended.pop("refused") == 1
+    assert ended.pop("refused") == 2  # by the engine, and before it
     assert sum(ended.values()) == 4 and ended.keys() <= {"stop", "length"}
     assert metrics["warmstate_ttft_seconds_count", None] == 4
     assert metrics["warmstate_inter_token_seconds_count", None] == 8

@@ -14,9 +14,9 @@ ASK = [{"role": "user", "content": FACTS}]
 TEMPLATE = ChatTemplate.from_directory(BUILTIN_MODEL_DIR)
 
 
-def planner(*, template=TEMPLATE, max_answers=8, **sizes):
+def planner(*, template=TEMPLATE, **sizes):
     llm = LLM(BUILTIN_MODEL_DIR, **(SIZES | sizes))
-    return RequestPlanner(llm, template, max_answers=max_answers)
+    return RequestPlanner(llm, template)
 
 
 def chat(**fields):
@@ -76,13 +76,32 @@ def test_choices_differ_in_seed_and_id_and_wait_for_the_first_of_their_prompt():
     assert {job.cache_salt for job in jobs} == {"s"} and not any(job.exact for job in jobs)
 
 
-def test_more_answers_than_can_be_queued_are_refused():
-    plan = planner(max_answers=8)
-    assert len(plan.completion_jobs(completion(prompt=["x"] * 4, n=2), "r")) == 8
-    with pytest.raises(ValueError, match="more than 8 answers"):
-        plan.completion_jobs(completion(prompt=["x"] * 3, n=3), "r")
-    with pytest.raises(ValueError, match="more than 8 answers"):
-        plan.chat_jobs(chat(n=9), "r")
+@pytest.mark.parametrize(
+    "prompt, count", [("x", 1), ([1, 2], 1), (["x", "y"], 2), ([[1], [2], [3]], 3)]
+)
+def test_answers_are_counted_before_anything_is_planned(prompt, count):
+    assert completion(prompt=prompt).num_answers == count
+    assert completion(prompt=prompt, n=3).num_answers == 3 * count
+    assert chat(n=3).num_answers == 3
+
+
+def test_what_can_never_fit_is_refused_before_it_is_tokenised_or_checked(monkeypatch):
+    """The pool has 19 blocks of 64 tokens; one token stands for at most 13 bytes."""
+    plan = planner()
+
+    def tokenise(text):
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(plan.tokenizer, "encode", tokenise)
+    limit, most = 19 * 64, 19 * 64 * plan.tokenizer.max_bytes_per_token
+    with pytest.raises(ValueError, match=f"has {most + 2} bytes; at most {most} can fit"):
+        plan.completion_jobs(completion(prompt="é" * (most // 2 + 1)), "r")
+    with pytest.raises(ValueError, match=f"bytes; at most {most} can fit"):
+        plan.chat_jobs(chat(messages=[{"role": "user", "content": "x" * most}]), "r")
+    with pytest.raises(ValueError, match=f"has {limit + 1} tokens; at most {limit} fit"):
+        plan.completion_jobs(completion(prompt=[99999] * (limit + 1)), "r")
+    [job] = plan.completion_jobs(completion(prompt=[1] * limit), "r")
+    assert len(job.prompt) == limit
 
 
 def test_a_model_without_a_template_has_no_chat():

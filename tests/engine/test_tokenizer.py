@@ -1,11 +1,22 @@
 """Text to ids and back, whole and in a stream."""
 
 import json
+import math
+import threading
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as Library
 
 from engine.tokenizer import Tokenizer
@@ -85,6 +96,47 @@ def test_ids_are_byte_values_and_specials_follow():
     assert [tokenizer.token_id(token) for token in SPECIALS] == [256, 257, 258]
     assert tokenizer.token_id("<|other|>") is None
     assert tokenizer.vocab_size == 259
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised():
+    stop, gaps = threading.Event(), []
+
+    def beat():
+        last = time.perf_counter()
+        while not stop.wait(0.005):
+            gaps.append(time.perf_counter() - last)
+            last = time.perf_counter()
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    begin = time.perf_counter()
+    ids = TOKENIZERS["bytes"].encode("Ada lives in Paris. " * 50_000)
+    seconds = time.perf_counter() - begin
+    stop.set()
+    beating.join()
+    assert len(ids) == 1_000_000 and max(gaps) < seconds / 2
+
+
+@both
+@given(text=UTF8_TEXT)
+def test_no_token_stands_for_more_bytes_than_it_says(kind, text):
+    tokenizer = TOKENIZERS[kind]
+    text += "<|endoftext|>"
+    assert len(text.encode()) <= len(tokenizer.encode(text)) * tokenizer.max_bytes_per_token
+
+
+def test_a_normalizer_or_a_token_that_takes_spaces_moves_the_bytes_of_a_token():
+    assert TOKENIZERS["bytes"].max_bytes_per_token == len("<|endoftext|>")
+    library = byte_tokenizer()
+    library.normalizer = normalizers.NFC()
+    composed = Tokenizer(library)
+    assert composed.max_bytes_per_token == 4 * len("<|endoftext|>")
+    assert len(composed.encode("\u1fbe\u0308\u0301")) == 2, "seven bytes"
+    library.normalizer = normalizers.Lowercase()
+    assert Tokenizer(library).max_bytes_per_token == math.inf
+    library = byte_tokenizer()
+    library.add_special_tokens([AddedToken("<pad>", lstrip=True)])
+    assert Tokenizer(library).max_bytes_per_token == math.inf
 
 
 def test_merges_shorten_the_text():
