@@ -24,6 +24,7 @@ SCRIPTS = (
     "multi_turn",
     "restore_cost",
     "mtp",
+    "policies",
     "regression",
 )
 

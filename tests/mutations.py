@@ -48,6 +48,8 @@ CACHE_TESTS = [
     "tests/cache/test_composite_releases.py",
     "tests/cache/test_decode_states.py",
     "tests/cache/test_state_pool.py",
+    "tests/cache/test_placement.py",
+    "tests/cache/test_eviction.py",
     "tests/cache/test_composite_stateful.py",
 ]
 ENGINE_TESTS = [
@@ -66,6 +68,15 @@ SLOW_TESTS = [
     "tests/engine/test_interrupts.py",
     "tests/engine/test_integer_oracle.py",
 ]
+# Tests that are about a file, but not named after it.
+OWN_TESTS = {
+    "linear_state_block_manager": "tests/cache/test_linear_state_saves.py",
+    "value_index": "tests/cache/test_eviction.py",
+    "reuse_hazard": "tests/cache/test_eviction.py",
+    "saved_states": "tests/cache/test_eviction.py",
+    "admission": "tests/cache/test_eviction.py",
+    "policy_names": "tests/cache/test_eviction.py",
+}
 # A kernel's own tests, those that kill most first: the others would take minutes for each mutation.
 KERNEL_TESTS = {
     "gated_delta_chunk": ["interpreter/test_gated_delta_chunk.py"],
@@ -141,8 +152,7 @@ def ordered_tests(file: str) -> list[str]:
     tests = CACHE_TESTS + ENGINE_TESTS if file.startswith("cache") else ENGINE_TESTS + CACHE_TESTS
     stem = Path(file).stem
     own = [test for test in tests if Path(test).stem.startswith(f"test_{stem}")]
-    if stem == "linear_state_block_manager":
-        own.append("tests/cache/test_linear_state_saves.py")
+    own += [OWN_TESTS[stem]] if stem in OWN_TESTS else []
     ordered = list(dict.fromkeys([*own, *tests, *SLOW_TESTS]))
     return [test for test in ordered if (ROOT / test).exists()]
 

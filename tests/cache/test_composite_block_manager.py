@@ -148,6 +148,13 @@ def test_a_model_without_recurrent_layers_reuses_kv_alone_in_whole_strides():
     assert (row.start, row.op) == (8, None)
 
 
+def test_a_prefill_that_runs_on_kv_alone_does_not_fall_back_to_a_whole_stride():
+    manager, seq = composite(recurrent=False), sequence(range(11))
+    run(manager, seq, 6)
+    assert manager.match(seq).boundary == 6
+    assert run(manager, seq, 11).start == 6
+
+
 # ---- all or nothing
 
 

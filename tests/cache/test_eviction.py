@@ -1,13 +1,18 @@
 """Who goes first, by literal ids."""
 
+from math import inf
+
 import pytest
 
+from cache import value_index
 from cache.admission import admitted
+from cache.block_pool import BlockPool
 from cache.eviction import FlopAware, Kind, Lru, LruCapPerPath, prefill_flops
 from cache.policy_names import parse_policy
 from cache.reuse_hazard import AGE_EDGES, ReuseHazard, age_bucket
 from cache.saved_states import SavedStates
 from cache.value_index import ValueIndex
+from tests.cache.builders import checkpoints, composite, linear_leaf, linear_step, sequence, served
 
 
 def path(*names):
@@ -39,6 +44,7 @@ def test_ids_of_which_nothing_is_known_go_in_the_order_of_their_release(policy):
 def test_clear_forgets_every_id(policy):
     save(policy, 1, path("a"))
     policy.clear()
+    policy.check()
     assert len(policy) == 0 and 1 not in policy
     save(policy, 1, path("a"))
     policy.check()
@@ -53,6 +59,58 @@ def test_more_states_on_a_path_than_the_cap_go_before_older_ones_of_others():
     save(policy, 4, path("a", "b", "c"))
     policy.check()
     assert evicted(policy) == [2, 1, 3, 4]
+
+
+def test_surplus_states_of_a_path_go_in_the_order_of_their_release():
+    policy = LruCapPerPath(2)
+    save(policy, 9, path("x"))
+    for count, id_ in enumerate((3, 1, 2), start=1):
+        policy.saved(id_, 64 * count, path(*"abc"[:count]), Kind.TIP)
+    for id_ in (2, 1, 3):
+        policy.add(id_)
+    policy.saved(4, 256, path(*"abcd"), Kind.TIP)
+    assert list(policy) == [2, 1, 9, 3]
+
+
+def test_a_state_that_has_gone_is_on_no_path():
+    policy = LruCapPerPath(2)
+    for count, id_ in enumerate((1, 2, 3), start=1):
+        save(policy, id_, path("x") if id_ == 3 else path(*"abc"[:count]))
+        if id_ == 2:
+            policy.forget(1)
+    save(policy, 4, path("a", "b", "c"))
+    policy.check()
+    assert evicted(policy) == [2, 3, 4]
+    save(policy, 4, path("a"))
+    assert evicted(policy) == [4]
+
+
+@pytest.mark.parametrize("policy", [LruCapPerPath(2), FlopAware(0.5), ValueIndex()])
+def test_an_id_that_is_unpublished_in_use_is_forgotten_and_can_be_saved_again(policy):
+    pool = BlockPool(3, policy=policy)
+    slot = pool.allocate()
+    for _ in range(2):
+        pool.publish(slot)
+        policy.saved(slot, 64, path("a"), Kind.TIP)
+        pool.unpublish(slot)
+    pool.publish(slot)
+    policy.saved(slot, 128, path("b", "c"), Kind.TIP)
+    pool.release(slot)
+    pool.check()
+    assert list(policy) == [slot]
+
+
+@pytest.mark.parametrize("policy", [Lru(), LruCapPerPath(2), FlopAware(0.5), ValueIndex()])
+def test_a_pool_that_is_reset_has_nothing_to_evict(policy):
+    pool = BlockPool(4, policy=policy)
+    for count in (1, 2):
+        slot = pool.allocate()
+        pool.publish(slot)
+        policy.saved(slot, 64 * count, path(*"ab"[:count]), Kind.TIP)
+        pool.release(slot)
+    pool.reset()
+    pool.check()
+    assert (pool.num_evictable, pool.num_free) == (0, 3)
 
 
 def test_a_path_within_the_cap_is_plain_lru():
@@ -78,6 +136,24 @@ def test_work_saved_outweighs_recency_by_alpha():
         FlopAware(-1.0)
 
 
+def test_recency_and_work_are_shares_of_the_largest():
+    policy = FlopAware(1.5, lambda start, end: float(end - start))
+    save(policy, 1, path(*"abcd"))
+    save(policy, 2, path("x", "y"))
+    save(policy, 3, path("z"))
+    # 0 + 1.5 x 4/4, 1/2 + 1.5 x 2/4 and 1 + 1.5 x 1/4; without the second one the same again
+    assert evicted(policy) == [2, 3, 1]
+
+
+def test_what_an_id_stood_for_before_does_not_count():
+    policy = FlopAware(9.0)
+    save(policy, 1, path("a", "b"))
+    policy.forget(1)
+    policy.add(1)
+    save(policy, 2, path("x"))
+    assert evicted(policy) == [1, 2]
+
+
 def test_the_prefill_cost_is_that_of_the_9b_model():
     assert prefill_flops(0, 1) == 13.98e9 + 65_536
     assert prefill_flops(64, 128) == 13.98e9 * 64 + 65_536 * (128**2 - 64**2)
@@ -89,7 +165,7 @@ def test_policies_are_made_by_name():
     assert parse_policy("lru_cap_per_path(3)").cap == 3
     assert parse_policy("flop_aware(0.25)").alpha == 0.25
     assert type(parse_policy("value")) is ValueIndex
-    for text in ("", "LRU", "lru_cap_per_path", "flop_aware(x)", "value "):
+    for text in ("", "LRU", "lru_cap_per_path", "flop_aware(x)", "flop_aware(1)x", "value "):
         with pytest.raises(ValueError, match=r"must be lru, .* got"):
             parse_policy(text)
 
@@ -121,6 +197,18 @@ def test_a_state_between_two_others_is_found_by_relinking():
     assert states[3].parent == 2 and states[1].children == {2}
 
 
+def test_of_two_states_of_one_prefix_the_other_is_found_when_one_goes():
+    states = SavedStates()
+    states.insert(1, 64, path("a"))
+    states.insert(2, 64, path("a"))
+    states.remove(1)
+    states.insert(3, 128, path("a", "b"))
+    states.check()
+    assert states[3].parent == 2
+    states.clear()
+    assert states.insert(4, 128, path("a", "b")).parent is None
+
+
 # ---- hazards
 
 
@@ -144,6 +232,13 @@ def test_what_is_used_at_an_age_ranks_high_until_then_and_low_after():
     assert ranks[age_bucket(9)] > ranks[age_bucket(1)] > 10 * ranks[age_bucket(20)]
 
 
+def test_ages_that_were_lived_through_unused_rank_low():
+    hazard, young = ReuseHazard(), age_bucket(30)
+    for _ in range(100):
+        hazard.observe(1000, used=False)
+    assert hazard.ranks([])[young] < ReuseHazard().ranks([])[young] / 5
+
+
 def test_states_that_are_still_waiting_count_as_not_used_so_far():
     hazard = ReuseHazard()
     hazard.observe(10, used=True)
@@ -160,6 +255,13 @@ def test_of_equal_kind_and_age_the_one_that_saves_least_work_goes_first():
     save(policy, 3, path("y", "z"))
     policy.check()
     assert evicted(policy) == [2, 3, 1]
+
+
+def test_of_unlike_kinds_that_rank_alike_the_one_that_saves_least_work_goes_first():
+    policy = ValueIndex()
+    save(policy, 1, path("a", "b"))
+    save(policy, 2, path("x"), Kind.BRANCH)
+    assert evicted(policy) == [2, 1]
 
 
 def test_a_state_is_worth_only_what_the_one_above_it_does_not_give():
@@ -210,6 +312,101 @@ def test_an_evicted_state_is_still_observed_and_comes_back_as_what_it_was():
     policy.check()
 
 
+def ask(policy, keys=(), mounted=None, *, times=1):
+    for _ in range(times):
+        policy.request(list(keys), mounted)
+
+
+def test_a_used_state_is_young_again_be_it_the_wanted_one_or_the_one_resumed_from():
+    for wanted in (path("a", "b"), path("a", "b", "c")):
+        policy = ValueIndex()
+        save(policy, 1, path("a", "b"), Kind.BRANCH)
+        policy.passed_over(path("a", "b", "c"), Kind.BRANCH)
+        ask(policy, times=64)
+        ask(policy, wanted, 1)
+        save(policy, 2, path("x"), Kind.BRANCH)
+        assert evicted(policy) == [2, 1]
+
+
+def test_a_state_that_comes_between_counts_once_a_prompt_passes_it():
+    policy = ValueIndex()
+    save(policy, 1, path("a", "b", "c"), Kind.BRANCH)
+    save(policy, 2, path("a", "b"), Kind.BRANCH)
+    ask(policy, path("a", "b", "c"), 1)
+    save(policy, 3, path("x", "y"), Kind.BRANCH)
+    policy.discard(2)
+    assert evicted(policy) == [1, 3]
+
+
+def test_states_on_the_way_of_a_prompt_supersede_nothing():
+    policy = ValueIndex()
+    save(policy, 1, path("a"))
+    save(policy, 2, path("a", "b"), Kind.COMB)
+    assert policy._live[1].kind is Kind.TIP
+
+
+def test_ranks_follow_what_was_used_and_what_was_not():
+    policy = ValueIndex()
+    before = policy.worth(64, 0, Kind.BRANCH)
+    assert before == policy.worth(64, 0, Kind.TIP)
+    for id_ in range(1, 20):
+        save(policy, id_, path(f"tip {id_}"))
+    save(policy, 20, path("a"), Kind.BRANCH)
+    ask(policy, path("a"), 20, times=127)
+    assert policy.worth(64, 0, Kind.BRANCH) == before
+    ask(policy, path("a"), 20)
+    assert policy.worth(64, 0, Kind.BRANCH) > 2 * before
+    assert policy.worth(64, 0, Kind.TIP) < before / 2
+
+
+def test_a_new_state_is_worth_the_work_from_the_one_above_it():
+    policy = ValueIndex()
+    parts = policy.worth(64, 0, Kind.TIP) + policy.worth(192, 64, Kind.TIP)
+    assert parts == pytest.approx(policy.worth(192, 0, Kind.TIP))
+
+
+def test_the_least_worth_is_that_of_an_unknown_id_or_of_the_one_that_goes_next():
+    policy = ValueIndex()
+    assert policy.least_worth() == inf
+    save(policy, 1, path("a", "b"))
+    save(policy, 2, path("x"))
+    assert policy.least_worth() == policy.worth(64, 0, Kind.TIP)
+    policy.add(7)
+    assert policy.least_worth() == -inf
+    assert evicted(policy) == [7, 2, 1]
+
+
+def test_a_state_that_was_passed_over_comes_back_as_what_it_was():
+    policy = ValueIndex()
+    save(policy, 1, path("a"))
+    policy.passed_over(path("a", "b"), Kind.BRANCH)
+    assert policy._live[1].kind is Kind.SUPERSEDED
+    save(policy, 2, path("a", "b"), Kind.COMB)
+    assert policy._live[2].kind is Kind.BRANCH
+    policy.check()
+
+
+def test_the_oldest_evicted_states_are_forgotten_one_by_one(monkeypatch):
+    monkeypatch.setattr(value_index, "_NUM_REMEMBERED", 2)
+    policy = ValueIndex()
+    for id_, name in enumerate("abc", start=1):
+        save(policy, id_, path(name), Kind.BRANCH)
+    assert evicted(policy) == [1, 2, 3]
+    for id_, name in enumerate("abc", start=1):
+        policy.saved(id_, 64, path(name), Kind.COMB)
+    assert [policy._live[id_].kind for id_ in (1, 2, 3)] == [Kind.COMB, Kind.BRANCH, Kind.BRANCH]
+
+
+def test_a_forgotten_state_is_not_wanted_any_more():
+    policy = ValueIndex()
+    save(policy, 1, path("a"))
+    policy.forget(1)
+    ask(policy, path("a"))
+    save(policy, 1, path("x"))
+    policy.check()
+    assert evicted(policy) == [1]
+
+
 # ---- admission
 
 
@@ -225,7 +422,7 @@ class Priced(Lru):
         return 10.0 * (1 + min(self))
 
 
-def admit(points, policy, *, room=9, free=0):
+def admit(points, policy, *, base=0, room=9, free=0):
     slots = iter(range(100, 100 + free))
     taken = []
 
@@ -235,7 +432,7 @@ def admit(points, policy, *, room=9, free=0):
 
     found = admitted(
         dict.fromkeys(points, Kind.COMB),
-        base=0,
+        base=base,
         policy=policy,
         room=room,
         num_free=free,
@@ -262,6 +459,8 @@ def priced(count):
         ([4, 8, 12], 5, 9, 2, {12: 100, 8: 101}),
         ([4, 8], 5, 9, 2, {8: 100, 4: 101}),
         ([30, 60], 1, 1, 0, {60: 0}),
+        ([30, 60], 1, 1, 3, {60: 100}),
+        ([10], 5, 9, 0, {}),
         ([30, 60], 0, 0, 0, {}),
     ],
 )
@@ -274,3 +473,90 @@ def test_without_selection_the_deepest_ones_get_what_room_there_is():
     for id_ in (1, 2):
         policy.add(id_)
     assert admit([4, 8, 12], policy, room=2) == {12: 1, 8: 2}
+
+
+def test_a_new_state_is_worth_its_distance_to_the_one_that_is_there():
+    assert admit([25, 29], priced(5), base=20) == {}
+    assert admit([25, 31], priced(5), base=20) == {31: 0}
+
+
+# ---- what the leaf tells its policy
+
+
+class Told(Lru):
+    """Notes all that it is told; a new state is worth its distance to the one above it."""
+
+    def __init__(self, *, price=None):
+        super().__init__()
+        self.selective = price is not None
+        self.price = price
+        self.requests, self.states, self.refused = [], [], []
+
+    def worth(self, boundary, above, kind):
+        return boundary - above
+
+    def least_worth(self):
+        return self.price
+
+    def request(self, keys, mounted):
+        self.requests.append((len(keys), mounted))
+
+    def saved(self, id_, boundary, keys, kind):
+        self.states.append((id_, boundary, len(keys), kind.name))
+
+    def passed_over(self, keys, kind):
+        self.refused.append((len(keys), kind.name))
+
+
+def test_a_policy_is_told_of_each_request_once_with_what_it_could_use():
+    policy = Told()
+    manager = composite(policy=policy)
+    served(manager, range(14), 4, 8)
+    assert policy.requests == [(0, None)]
+    served(manager, range(14), 13)
+    served(manager, [*range(6), 99])
+    served(manager, range(12))
+    [slot_8] = [id_ for id_, boundary, *_ in policy.states if boundary == 8]
+    [slot_12] = [id_ for id_, boundary, *_ in policy.states if boundary == 12]
+    [slot_4] = [id_ for id_, boundary, *_ in policy.states if boundary == 4]
+    assert policy.requests[1:] == [(3, slot_12), (1, slot_4), (2, slot_8)]
+
+
+def test_a_policy_is_told_of_each_state_and_why_it_was_saved():
+    policy = Told()
+    manager = composite(policy=policy)
+    served(manager, range(14))
+    assert sorted(each[1:] for each in policy.states) == [
+        (4, 1, "COMB"),
+        (8, 2, "COMB"),
+        (12, 3, "TIP"),
+    ]
+    manager = composite(policy=(policy := Told()), every=16)
+    served(manager, range(14))
+    served(manager, [*range(9), 50, 51, 52, 53])
+    assert sorted(each[1:] for each in policy.states) == [
+        (8, 2, "BRANCH"),
+        (12, 3, "TIP"),
+        (12, 3, "TIP"),
+    ]
+
+
+def test_a_selective_policy_refuses_states_that_are_close_to_others_and_hears_which():
+    policy = Told(price=6)
+    linear = linear_leaf(6, max_num_seqs=1, policy=policy)
+    first, second = sequence(range(100, 117)), sequence(range(21))
+    linear_step(linear, first, 17)
+    linear.release(first)
+    assert policy.refused == [] and linear.pool.num_free == 1
+    linear_step(linear, second, 8)
+    linear_step(linear, second, 21)
+    assert sorted(checkpoints(linear, second)) == [8, 16]
+    assert policy.refused == [(1, "COMB"), (3, "COMB"), (5, "TIP")]
+    assert linear.saves_skipped == {"not_worth": 3}
+
+
+@pytest.mark.parametrize(("price", "skipped"), [(None, {"no_slot": 3}), (0, {"no_slot": 3})])
+def test_states_without_room_are_counted_apart_from_those_that_were_not_worth_it(price, skipped):
+    linear = linear_leaf(3, max_num_seqs=2, policy=Told(price=price))
+    linear_step(linear, sequence(range(13)), 13)
+    assert linear.saves_skipped == skipped

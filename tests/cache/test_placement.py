@@ -80,6 +80,6 @@ def test_the_leaf_snapshots_what_its_placement_says(placement, expected):
 
 def test_save_points_of_a_request_are_saved_whatever_the_placement():
     linear = linear_leaf(placement=combined(None))
-    seq = sequence(range(14), save_points=[8])
+    seq = sequence(range(14), save_points=[6, 8])
     _, snapshots = linear_step(linear, seq, 14)
     assert [boundary for boundary, _ in snapshots] == [8, 12]

@@ -1,7 +1,6 @@
 """What an engine is told at start: rules between the values, and how memory is shared out."""
 
 import dataclasses
-import re
 
 import pytest
 from hypothesis import given
@@ -51,34 +50,32 @@ REFUSED = {
     "a placement that is no text": ({"placement": 64}, "placement must be str or None, got 64"),
     "an eviction that is no text": ({"eviction": None}, "eviction must be str, got None"),
 }
-_PLACEMENTS = r"prompt_end, branch, every\(N\) and comb\(N\), N a multiple of chunk_stride, with '\+'"
-_POLICIES = r"must be lru, lru_cap_per_path\(N\), flop_aware\(ALPHA\) or value; got"
+NO_PLACEMENTS = ["", "tip", "Branch", "branch+", "branch,prompt_end", "comb", "comb()", "comb(0)"]
+NO_PLACEMENTS += ["comb(-64)", "every(96)", "every(64.0)", "branch+branch", "prompt_end branch"]
+NO_PLACEMENTS += ["every(64)+lru"]
+NO_EVICTION = ["", "LRU", "fifo", "lru ", "lru(2)", "lru_cap_per_path", "lru_cap_per_path()"]
+NO_EVICTION += ["lru_cap_per_path(-1)", "lru_cap_per_path(1.5)", "flop_aware", "flop_aware(-1)"]
+NO_EVICTION += ["flop_aware(inf)", "flop_aware(0.5)x", "value(1)", "belady"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "tip", "Branch", "branch+", "branch,prompt_end", "comb", "comb()", "comb(0)", "comb(-64)"]
-    + ["every(96)", "every(64.0)", "branch+branch", "prompt_end branch", "every(64)+lru"],
-)
+@pytest.mark.parametrize("text", NO_PLACEMENTS)
 def test_a_placement_that_is_none_is_refused_with_what_there_is(text):
     with pytest.raises(ValueError) as refused:
         EngineConfig(placement=text)
-    message = str(refused.value)
-    assert message.startswith(f"placement={text!r}: must be ")
-    assert re.search(_PLACEMENTS, message) and message.endswith(f"{text!r} with chunk_stride=64")
+    assert str(refused.value) == (
+        f"placement={text!r}: must be prompt_end, branch, every(N) and comb(N), N a multiple of "
+        f"chunk_stride, with '+'; got {text!r} with chunk_stride=64"
+    )
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "LRU", "fifo", "lru ", "lru(2)", "lru_cap_per_path", "lru_cap_per_path()"]
-    + ["lru_cap_per_path(-1)", "lru_cap_per_path(1.5)", "flop_aware", "flop_aware(-1)"]
-    + ["flop_aware(inf)", "flop_aware(0.5)x", "value(1)", "belady"],
-)
+@pytest.mark.parametrize("text", NO_EVICTION)
 def test_an_eviction_policy_that_is_none_is_refused_with_what_there_is(text):
-    with pytest.raises(ValueError, match=_POLICIES) as refused:
+    with pytest.raises(ValueError) as refused:
         EngineConfig(eviction=text)
-    assert str(refused.value).startswith(f"eviction={text!r}: must be ")
-    assert str(refused.value).endswith(repr(text))
+    assert str(refused.value) == (
+        f"eviction={text!r}: must be lru, lru_cap_per_path(N), flop_aware(ALPHA) or value; "
+        f"got {text!r}"
+    )
 
 
 def test_a_cap_of_no_states_is_refused():
