@@ -40,6 +40,14 @@ def claims() -> dict[str, str]:
         if (row["facts"], row["tokens"]) == (64, 4096)
     )
     longest = load("ttft_vs_prefix.json")["rows"][-1]
+    served = {
+        (row["mode"], row["workload"]): f"{row['ttft_p50_ratio']:.1f}"
+        for row in load("regression.json")["rows"]
+        if row["server"] == "redirect" and row["client"] == "openai"
+    }
+    guesses = {
+        row["guesses"]: row for row in load("mtp.json")["rows"] if row["sampling"] == "greedy"
+    }
     binaries = load("aot.json")["kernels"]
     kernels = {row["kernel"] for row in binaries}
     return {
@@ -79,6 +87,12 @@ def claims() -> dict[str, str]:
         "longest_warm": f"{longest['redirect_ms']:.0f} ms with redirect",
         "longest_copy": f"{longest['copy_ms']:.0f} ms with a copy",
         "longest_cold": f"{longest['cold_ms']:,.0f} ms cold",
+        "served_shared": f"shared prefix {served['serial', 'shared-prefix']} and "
+        f"{served['concurrent', 'shared-prefix']} times sooner",
+        "served_turns": f"conversations {served['serial', 'multi-turn']} and "
+        f"{served['concurrent', 'multi-turn']} times",
+        "mtp_one": f"{guesses[1]['tokens_per_step']:.2f} tokens a step with one guess, "
+        f"{guesses[3]['tokens_per_step']:.2f} with three",
         "killed": str(sum(row["killed"] for row in mutants)),
         "mutants": str(len(mutants)),
         "rule_ms": f"{1e3 * rule['seconds']:.0f} ms, {100 * rule['fraction_of_roof']:.0f} %",
