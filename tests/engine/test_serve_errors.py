@@ -169,7 +169,8 @@ def test_a_prompt_that_can_never_fit_is_refused_before_a_stream_begins(server):
     fields = {"prompt": [1] * 9000, "max_tokens": 32_000, "stream": True}
     server.app.state.max_body_bytes = 1 << 20
     try:
-        refused(server, COMPLETE, fields)
+        message = refused(server, COMPLETE, fields)["message"]
+        assert message.startswith("9000 prompt tokens and max_tokens=32000 need")
     finally:
         server.app.state.max_body_bytes = LIMIT
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 from tests.engine.server_fixture import FACTS, RunningServer
 
@@ -25,8 +26,7 @@ def page():
     if not Path(CHROMIUM).exists():
         reason = f"no browser at {CHROMIUM}"
         pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         page = browser.new_page()
         page.set_default_timeout(PATIENCE_MS)
