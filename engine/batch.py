@@ -95,8 +95,8 @@ class ModelInputs:
     kv_lens: Ids  # [N], K/V rows that each decoding row sees, its own included
     decode_block_tables: BlockTables  # N
     decode_slots: StateSlots
-    decode_cu_seqlens: Ids | None  # [sequences + 1], None: one row each
-    hidden: HiddenRows | None  # None: the model does not draft
+    decode_cu_seqlens: Ids | None = None  # [sequences + 1], None: one row each
+    hidden: HiddenRows | None = None  # None: the model does not draft
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -152,7 +152,7 @@ def injected(
         )
     linear, altered = llm.manager.linear, []
     assert linear is not None
-    restore, match = llm.worker._restore, linear.allocate_shared
+    restore, deepest = llm.worker._restore, linear.deepest
 
     def wrong_restore(rows: list[ScheduledRow]) -> Any:
         outcome = restore(rows)
@@ -165,10 +165,8 @@ def injected(
 
     with ExitStack() as stack:
         _replace(stack, llm.worker, "_restore", wrong_restore)
-        _replace(
-            stack, linear, "allocate_shared", lambda seq: [b for b in match(seq) if b == boundary]
-        )
-        _replace(stack, linear, "_is_save_point", lambda seq, boundary: False)
+        _replace(stack, linear, "deepest", lambda seq, limit: deepest(seq, min(limit, boundary)))
+        _replace(stack, linear, "_save_points", lambda seq, start, end: {})
         _replace(stack, llm.manager.kv, "publish", lambda seq: None)
         try:
             yield altered

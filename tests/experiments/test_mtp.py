@@ -33,7 +33,7 @@ def test_a_difference_is_a_failure(tmp_path, capsys, monkeypatch):
     [
         (["--guesses", "17"], "num_speculative_tokens=17"),
         (["--model", "/nowhere"], "/nowhere"),
-        (["--document-tokens", "40000"], "40000"),
+        (["--document-tokens", "40000"], "tokens are needed; the model has 32768"),
     ],
 )
 def test_what_can_not_be_measured_is_refused(options, message, tmp_path, capsys):

@@ -58,7 +58,7 @@ def test_a_state_that_is_off_by_one_part_in_a_thousand_fails_the_run(
 
 
 def test_a_cache_that_never_hits_fails_the_run(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(LinearStatePrefixCache, "match", lambda *_: [])
+    monkeypatch.setattr(LinearStatePrefixCache, "deepest", lambda *_: None)
     status, content, _ = run(tiny_model, tmp_path, "--repeats", 1)
     assert status == 1
     assert content["failures"] == [
