@@ -86,7 +86,7 @@ $(REGRESSION_STAMP): requirements-regression.txt $(STAMP)
 figures: setup
 	@$(BIN)/python -m experiments.figures
 
-# Train the built-in model again (under an hour; Ctrl-C saves, --resume goes on).
+# Train the built-in model and its draft head again (an hour or more; Ctrl-C saves, --resume goes on).
 train: setup
 	@$(BIN)/python -m experiments.train_recall --out build/builtin_model
 	@$(BIN)/python -m experiments.train_draft_head --model build/builtin_model

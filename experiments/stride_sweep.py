@@ -2,8 +2,8 @@
 
 Sweeps `checkpoint_every` on a model and on real traces. The model answers questions about documents
 and every question again: its tokens must be those of an engine without cache. Then two traces are
-replayed without a model, in unlimited memory, with and without the state at the end of each prompt.
-The engine always saves at a prompt's end, so its own rows are with that state only.
+replayed without a model, in unlimited memory. All with and without the state at the end of each
+prompt.
 
     python -m experiments.stride_sweep --traces DIR
     python -m experiments.stride_sweep --small
@@ -93,15 +93,17 @@ def engine_rows(
     expected = serve(cold, prompts, params, mode="serial", advance=_nothing)
     found: list[str] = []
     rows = [_cold_row(prompts, expected)]
-    for every in tracked(INTERVALS, PARTS["engine"]):
-        llm = same_weights(cold, _roomy(cold.config, prompts, every), len(prompts[0]))
+    settings = [(every, end) for end in (True, False) for every in INTERVALS]
+    for every, prompt_end in tracked(settings, PARTS["engine"]):
+        config = _roomy(cold.config, prompts, every, prompt_end)
+        llm = same_weights(cold, config, len(prompts[0]))
         saves = llm.stats().saves
         outputs = serve(llm, prompts * 2, params, mode="serial", advance=_nothing)
         found += _differences(every, expected * 2, outputs)
         checkpoints = llm.stats().saves - saves
         shape = llm.worker.model.state_shape
         assert shape is not None and not llm.stats().state_evictions
-        row = Row("engine", every, prompt_end=True, branch=True)
+        row = Row("engine", every, prompt_end=prompt_end, branch=True)
         _fill(row, prompts * 2, checkpoints, checkpoints * shape.slot_bytes)
         row.reused_tokens = sum(output.num_cached_tokens for output in outputs)
         row.ttft_new_ms, row.ttft_repeat_ms = _ttft(
@@ -130,13 +132,16 @@ def _ttft(new: list[RequestOutput], repeated: list[RequestOutput]) -> tuple[floa
     return first, second
 
 
-def _roomy(cold: EngineConfig, prompts: list[list[int]], every: int) -> EngineConfig:
+def _roomy(
+    cold: EngineConfig, prompts: list[list[int]], every: int, prompt_end: bool
+) -> EngineConfig:
     """Pools in which nothing is evicted, the warm-up's blocks and states included."""
     blocks = sum(len(ids) // GRID + 2 for ids in prompts) + 64
     return replace(
         cold,
         enable_prefix_caching=True,
         checkpoint_every=every,
+        placement=f"every({every})+branch" + "+prompt_end" * prompt_end,
         num_slots=blocks,
         num_blocks=2 * blocks,
     )

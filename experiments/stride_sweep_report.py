@@ -96,6 +96,7 @@ def _farthest(rows: Sequence[dict[str, Any]]) -> str:
 _LABELLED = (64, 2048, 8192, None)
 _LOOKS = {
     ("engine", True): (COLD, "^-"),
+    ("engine", False): (COLD, "v:"),
     ("claude", True): (WARM, "D-"),
     ("claude", False): (WARM, "o:"),
     ("mooncake", True): (FIRST, "D-"),

@@ -122,7 +122,8 @@ def test_without_traces_the_model_runs_and_the_rest_is_named(tmp_path, capsys):
     assert status == 0 and set(content["not_run"]) == {"claude", "mooncake"}
     assert str(tmp_path) not in path.read_text()
     rows = [row for row in content["rows"] if row["part"] == "engine"]
-    assert [row["every"] for row in rows] == list(INTERVALS)
+    settings = [(row["every"], row["prompt_end"]) for row in rows]
+    assert settings == [(every, end) for end in (True, False) for every in INTERVALS]
     dense = rows[0]
     assert dense["reused_tokens"] == dense["reusable_tokens"] > 0 and dense["requests"] == 4
     assert all(row["ttft_new_ms"] > 0 and row["ttft_repeat_ms"] > 0 for row in rows)
