@@ -1,7 +1,9 @@
 """One step: which rows run, and the tensors the model sees."""
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -19,6 +21,8 @@ class ScheduledRow:
     snapshots: (boundary, slot) to store on the way; boundaries strictly inside (start, end).
     scratch: of a verify row, the slots that get the state after each token of [start, end): the
         first of them is known, the others are drafts.
+    needs_logits: whether the next token is still to be chosen when it is scheduled (not when known
+        tokens are replayed).
     """
 
     seq: Sequence
@@ -27,6 +31,11 @@ class ScheduledRow:
     op: LinearStateCacheOp | None
     snapshots: tuple[tuple[int, int], ...] = ()
     scratch: tuple[int, ...] = ()
+    needs_logits: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        last = self.end - self.num_drafts
+        object.__setattr__(self, "needs_logits", last == self.seq.num_chosen)
 
     @property
     def num_drafts(self) -> int:
@@ -35,11 +44,6 @@ class ScheduledRow:
     @property
     def is_prefill(self) -> bool:
         return self.start < self.seq.num_prompt_tokens
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether the next token is still to be chosen (not when known tokens are replayed)."""
-        return self.end - self.num_drafts == self.seq.num_tokens
 
 
 @dataclass
@@ -76,6 +80,14 @@ class HiddenRows:
 
 
 @dataclass(frozen=True)
+class LateTokens:
+    """Tokens that the step before has chosen and nobody has read back."""
+
+    rows: Ids  # packed rows that they belong in
+    sources: Ids  # their places among the tokens that the step before chose
+
+
+@dataclass(frozen=True)
 class ModelInputs:
     """Packed rows: the prefill tokens of all sequences, then those of decoding ones: one each, and
     after it the drafts to verify.
@@ -97,6 +109,7 @@ class ModelInputs:
     decode_slots: StateSlots
     decode_cu_seqlens: Ids | None = None  # [sequences + 1], None: one row each
     hidden: HiddenRows | None = None  # None: the model does not draft
+    late: LateTokens | None = None
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -114,9 +127,11 @@ def build_inputs(
     block_size: int,
     device: str = "cpu",
     drafts: Seq[Seq[int]] | None = None,
+    chosen_before: Mapping[Sequence, int] = MappingProxyType({}),
 ) -> ModelInputs:
     """Lay rows out for the model on its device. read_slots[i] is where row i finds its state (-1:
-    zero). drafts[i]: what row i is to verify; None: the model does not draft."""
+    zero). drafts[i]: what row i is to verify; None: the model does not draft. chosen_before: places
+    of the tokens that the step before has chosen (`LateTokens`)."""
     order = sorted(range(len(rows)), key=lambda i: not rows[i].is_prefill)  # stable
     prefills = [i for i in order if rows[i].is_prefill]
     decodes = [i for i in order if not rows[i].is_prefill]
@@ -125,10 +140,15 @@ def build_inputs(
     kv_indices: list[int] = []
     logit_rows: dict[int, range] = {}
     cu_seqlens, decode_cu_seqlens = [0], [0]
+    late: dict[int, int] = {}
     for i in order:
         row, guessed = rows[i], () if drafts is None else drafts[i]
         assert len(guessed) == row.num_drafts, f"{len(guessed)} drafts for {row.num_drafts} rows"
-        token_ids.extend(row.seq.token_ids[row.start : row.end - row.num_drafts])
+        known: Iterable[int] = row.seq.token_ids[row.start : row.end - row.num_drafts]
+        if row.start == row.seq.num_tokens:
+            late[len(token_ids)] = chosen_before[row.seq]
+            known = (0,)  # until the step runs
+        token_ids.extend(known)
         token_ids.extend(guessed)
         positions.extend(range(row.start, row.end))
         kv_indices.extend(_kv_rows(row.seq, range(row.start, row.end), block_size))
@@ -159,10 +179,20 @@ def build_inputs(
         decode_block_tables=BlockTables([rows[i].seq.block_table for i, _ in verified], device),
         decode_slots=StateSlots(Ids(decode_reads, device), Ids(decode_writes, device)),
         decode_cu_seqlens=Ids(decode_cu_seqlens, device) if several else None,
+        late=LateTokens(Ids(list(late), device), Ids(list(late.values()), device))
+        if late
+        else None,
         hidden=None
         if drafts is None
         else _hidden_rows([rows[i] for i in order], [read_slots[i] for i in order], device=device),
     )
+
+
+def _late_tokens(late: dict[int, int], device: str) -> LateTokens | None:
+    """Of packed rows and the places of their tokens."""
+    if not late:
+        return None
+    return LateTokens(Ids(list(late), device), Ids(list(late.values()), device))
 
 
 def _kv_rows(seq: Sequence, positions: range, block_size: int) -> list[int]:

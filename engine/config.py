@@ -42,6 +42,9 @@ class EngineConfig:
     hash_seed: seed of the prefix hashes.
     num_speculative_tokens: how many tokens the model's draft head (`mtp.*`) guesses for each step
         to verify; 0: it is not loaded. Output bits are the same with and without.
+    overlap: prepare each step while the one before it runs; tokens come one call of `step` later.
+        Output bits are the same. Without effect where drafts are verified: how many are right, and
+        so what the next step begins with, is known only after the step.
     memory_budget_bytes: for states and K/V together.
     max_model_len: longest prompt + answer; None: the model's own limit.
     """
@@ -64,6 +67,7 @@ class EngineConfig:
     matmul: str = "invariant"
     hash_seed: int = 0
     num_speculative_tokens: int = 0
+    overlap: bool = False
     memory_budget_bytes: int = 2 << 30
     max_model_len: int | None = None
 
@@ -122,6 +126,11 @@ class EngineConfig:
         self._require(0 <= self.hash_seed < 1 << 64, "hash_seed", "must be in [0, 2**64)")
         drafts = self.num_speculative_tokens
         self._require(0 <= drafts <= 16, "num_speculative_tokens", "must be in [0, 16]")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether steps are prepared ahead."""
+        return self.overlap and self.num_speculative_tokens == 0
 
     @property
     def num_scratch(self) -> int:

@@ -236,7 +236,8 @@ class EngineLoop:
 
     def _fail(self, error: Exception) -> None:
         """End the requests of the step that raised; without their names, all of them."""
-        failed = [i for i in self.llm.failed_request_ids if i in self._live] or list(self._live)
+        named = self.llm.failed_request_ids or list(self._live)
+        failed = [request_id for request_id in named if request_id in self._live]
         logger.error("a step failed; requests %s end", failed, exc_info=error)
         self._observer.fault()
         for request_id in failed:

@@ -1,10 +1,8 @@
 """The front door: a model, its cache, and a loop that steps."""
 
-import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from cache.linear_state_block_manager import LinearStateBlockManager
 from cache.placement import parse_placement
 from cache.policy_names import parse_policy
 from engine.answer_text import AnswerText
-from engine.batch import ScheduledRow
 from engine.config import EngineConfig, pool_sizes
 from engine.model import Qwen35Model
 from engine.model_config import ModelConfig
@@ -30,10 +27,10 @@ from engine.requests import (
     grid_boundaries,
     token_ids_of,
 )
-from engine.sampler import Choice, sample
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.step_loop import StepLoop
 from engine.tokenizer import Tokenizer
 from engine.weights import read_weights
 from engine.worker import Model, Worker
@@ -138,7 +135,14 @@ class LLM:
         )
         self.scheduler = Scheduler(config, self.manager, max_model_len=self.max_model_len)
         self._requests: dict[str, Sequence] = {}
-        self.failed_request_ids: tuple[str, ...] = ()
+        self._loop = StepLoop(
+            self.scheduler,
+            self.worker,
+            overlap=config.overlaps,
+            requests=self._unfinished,
+            eos_token_ids=self.model_config.eos_token_ids,
+            max_model_len=self.max_model_len,
+        )
 
     # ---- the loop
 
@@ -146,93 +150,30 @@ class LLM:
         """Run one step; returns every request that got a token or ended.
 
         If the model or the sampler fails, the step's requests start again on the next one, without
-        loss, and the error is raised. If anything else fails, or an interrupt comes in between, all
+        loss, and the error is raised (with overlap: by the call after, and all requests start
+        again, with an empty cache). If anything else fails, or an interrupt comes in between, all
         requests start again and the cache is empty.
         """
-        self.failed_request_ids = ()
-        if self.scheduler.in_flight is not None:  # interrupted between two lines of a step
-            self._start_over()
-        with self._whole():
-            batch = self.scheduler.schedule()
-        if batch is None:
-            return self._outputs([])
-        try:
-            result = self.worker.execute(batch)
-            rows = [row for row in result.rows if row.needs_logits]
-            drafts = {row: guesses for row, guesses in zip(result.rows, result.drafts, strict=True)}
-            choices = sample(
-                [row.seq for row in rows], [drafts[row] for row in rows], result.logits
-            )
-        except BaseException:
-            self.failed_request_ids = tuple(row.seq.request_id for row in batch.rows)
-            with self._whole():
-                self.scheduler.rollback(batch)
-            raise
-        with self._whole():
-            broken = [row for row, chosen in zip(rows, choices, strict=True) if chosen is None]
-            ends: dict[Sequence, int] = {}
-            for row, chosen in zip(rows, choices, strict=True):
-                if chosen is not None and not row.seq.abort_requested:
-                    ends[row.seq] = row.start + self._take_in(row.seq, chosen)
-            self.scheduler.commit(batch, cold=result.cold, broken=broken, ends=ends)
-            for seq in ends:
-                if seq.end_reason is not None:
-                    self.scheduler.finish(seq, seq.end_reason)
-        return self._outputs(rows)
+        return self._outputs(self._loop.step())
 
-    def _take_in(self, seq: Sequence, chosen: list[Choice]) -> int:
-        """Append tokens up to the one that ends the request; returns how many."""
-        for count, choice in enumerate(chosen, start=1):
-            self._append(seq, choice)
-            if seq.end_reason is not None:
-                return count
-        return len(chosen)
-
-    def _outputs(self, advanced: list[ScheduledRow]) -> list[RequestOutput]:
-        """Of the rows that got a token, and of every request that has ended, which is dropped."""
+    def _outputs(self, advanced: Iterable[Sequence]) -> list[RequestOutput]:
+        """Of those that got a token, and of every request that has ended, which is dropped."""
         ended = [seq for seq in self._requests.values() if seq.finish_reason is not None]
-        told = dict.fromkeys([*(row.seq for row in advanced), *ended])
-        outputs = [RequestOutput.of(seq) for seq in told]
+        outputs = [RequestOutput.of(seq) for seq in dict.fromkeys([*advanced, *ended])]
         for seq in ended:
             self._drop(seq)
         return outputs
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Bookkeeping that must not be left half done."""
-        try:
-            yield
-        except BaseException:
-            self._start_over()
-            raise
-
-    def _start_over(self) -> None:
-        """Back to the last whole state: each request's settled tokens, nothing held, no cache."""
-        unfinished = [seq for seq in self._requests.values() if seq.finish_reason is None]
-        for seq in unfinished:
-            seq.forget_unsettled_tokens()
-            ended = seq.end_reason is not None
-            seq.answer.restart(seq.generated_token_ids, ended=ended)
-        self.scheduler.start_over(unfinished)
-
-    def _append(self, seq: Sequence, choice: Choice) -> None:
-        """Add a new token, and note it if that ends the request."""
-        if seq.first_token_time is None:
-            seq.first_token_time = time.perf_counter()
-        token_id = choice.token_id
-        seq.append_token(token_id)
-        if choice.logprobs is not None:
-            seq.logprobs.append(choice.logprobs)
-        if choice.logits is not None:
-            seq.logits.append(choice.logits)
-        stops = seq.sampling.stops_at(token_id, self.model_config.eos_token_ids)
-        full = seq.num_generated >= seq.sampling.max_tokens or seq.num_tokens >= self.max_model_len
-        stops |= seq.answer.append(token_id, last=stops or full)
-        seq.end_reason = "stop" if stops else "length" if full else None
-        seq.num_settled = seq.num_generated
+    def _unfinished(self) -> list[Sequence]:
+        return [seq for seq in self._requests.values() if seq.finish_reason is None]
 
     def _drop(self, seq: Sequence) -> None:
         self._requests.pop(seq.request_id, None)
+
+    @property
+    def failed_request_ids(self) -> tuple[str, ...]:
+        """The requests of the step for which the last call of `step` raised."""
+        return self._loop.failed_request_ids
 
     # ---- requests
 

@@ -23,22 +23,32 @@ class Choice:
     logits: torch.Tensor | None
 
 
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """[2, rows] int64 of logits [rows, vocab]: whether each row is finite, and its best token.
+
+    All that greedy requests need, so that one small tensor goes to the host.
+    """
+    finite = logits.amax(-1).isfinite()  # the maximum of NaN is NaN; single entries may be -inf
+    return torch.stack([finite.long(), logits.argmax(-1)])
+
+
 def sample(
-    seqs: Seq[Sequence], drafts: Seq[Seq[int]], logits: torch.Tensor
+    seqs: Seq[Sequence],
+    drafts: Seq[Seq[int]],
+    logits: Seq[torch.Tensor | None],
+    best: Seq[Seq[int]],
 ) -> list[list[Choice] | None]:
     """The next tokens of each sequence; None where its logits hold NaN or infinity.
 
-    logits [sum of 1 + drafts, vocab] float32: after the last known token of each, and after each
-    guess. A guess that is the very token chosen there is accepted, and the row after it chooses the
-    next: what is chosen, greedy or drawn, is what would be without guesses. What greedy requests
-    need is read back at once; other rows are brought to the host, so that seeded draws are the same
-    on every device.
+    logits: rows [vocab] float32 on the host: after the last known token of each, and after each
+    guess; None for those that don't want them (`Sequence.wants_logits`). best: `likeliest` of all.
+    A guess that is the very token chosen there is accepted, and the row after it chooses the next:
+    what is chosen, greedy or drawn, is what would be without guesses. Draws are made on the host,
+    so that seeded ones are the same on every device.
     """
     if not seqs:
         return []
-    finite = logits.amax(-1).isfinite()  # the maximum of NaN is NaN; single entries may be -inf
-    read_back = torch.stack([finite.long(), logits.argmax(-1)]).tolist()
-    rows = zip(logits, *read_back, strict=True)
+    rows = zip(logits, *best, strict=True)
     return [
         _accepted(seq, guesses, list(islice(rows, 1 + len(guesses))))
         for seq, guesses in zip(seqs, drafts, strict=True)
@@ -46,23 +56,23 @@ def sample(
 
 
 def _accepted(
-    seq: Sequence, guesses: Seq[int], rows: Seq[tuple[torch.Tensor, int, int]]
+    seq: Sequence, guesses: Seq[int], rows: Seq[tuple[torch.Tensor | None, int, int]]
 ) -> list[Choice] | None:
     choices: list[Choice] = []
-    for guess, (logits, is_finite, likeliest) in zip([*guesses, None], rows, strict=True):
+    for guess, (row, is_finite, token_id) in zip([*guesses, None], rows, strict=True):
         if not is_finite:
             return None
-        choices.append(_choose(seq, len(choices), logits, likeliest))
+        choices.append(_choose(seq, len(choices), row, token_id))
         if choices[-1].token_id != guess:
             break
     return choices
 
 
-def _choose(seq: Sequence, ahead: int, logits: torch.Tensor, likeliest: int) -> Choice:
+def _choose(seq: Sequence, ahead: int, logits: torch.Tensor | None, likeliest: int) -> Choice:
     """ahead: how many tokens are chosen already that seq does not have yet."""
     params = seq.sampling
-    if params.temperature > 0.0 or params.return_logits or params.logprobs is not None:
-        logits = logits.cpu()
+    if logits is None:
+        return Choice(likeliest, None, None)
     token_id = likeliest if params.temperature == 0.0 else _draw(seq, ahead, logits)
     logprobs = None
     if params.logprobs is not None:

@@ -69,14 +69,16 @@ class Scheduler:
     # ---- one step
 
     def schedule(self) -> Batch | None:
-        """The next step, or None when there is nothing to do. Its rows own all they need."""
+        """The next step, or None when there is nothing to do, or nothing before the tokens of the
+        last step are read. Its rows own all they need."""
         assert self.in_flight is None, "the last batch was neither committed nor rolled back"
         self._turn_to_background()
         batch = Batch()
         budget = self._schedule_running_ones(batch)
         self._admit(batch, budget)
         if not batch.rows:
-            assert not self.has_unfinished, "requests are left, but none can advance"
+            waits = any(seq.num_unread for seq in (*self.running, *self.waiting))
+            assert waits or not self.has_unfinished, "requests are left, but none can advance"
             return None
         self.in_flight = batch
         return batch
@@ -103,6 +105,8 @@ class Scheduler:
         for seq in list(self.running):
             if seq.status is not Status.RUNNING:  # an older one has preempted it
                 continue
+            if self._has_its_last_token(seq):
+                continue
             if not seq.in_prefill:
                 if not self._add_verify_row(batch, seq):
                     self._schedule_running(batch, seq, _stay(seq), seq.num_computed_tokens + 1)
@@ -114,6 +118,11 @@ class Scheduler:
             else:
                 budget -= end - match.boundary
         return budget
+
+    def _has_its_last_token(self, seq: Sequence) -> bool:
+        """Whether the token that nobody has read yet ends it by its length."""
+        most = min(seq.num_prompt_tokens + seq.sampling.max_tokens, self.max_model_len)
+        return seq.num_unread > 0 and seq.num_chosen >= most
 
     def _admit(self, batch: Batch, budget: int) -> None:
         while self.waiting and len(self.running) < self.config.max_num_seqs:
@@ -146,9 +155,9 @@ class Scheduler:
         if not self.running:
             return True
         kv = self.manager.kv
-        needed = kv.num_blocks_for(seq.num_tokens) - kv.num_in_use(seq, match.boundary)
+        needed = kv.num_blocks_for(seq.num_chosen) - kv.num_in_use(seq, match.boundary)
         for other in self.running:
-            blocks = kv.num_blocks_for(other.num_tokens + 1)
+            blocks = kv.num_blocks_for(other.num_chosen + 1)
             needed += max(0, blocks - len(other.block_table))
         return needed <= kv.pool.num_available
 
@@ -209,35 +218,54 @@ class Scheduler:
         cold: Collection[ScheduledRow] = (),
         broken: Collection[ScheduledRow] = (),
         ends: Mapping[Sequence, int] | None = None,
-    ) -> None:
+        over: Collection[Sequence] = (),
+        doubted: bool = False,
+    ) -> list[ScheduledRow]:
         """The batch was issued, except for the `cold` rows, whose restore failed.
 
+        Publishes what it wrote; returns the rows from which their sequences go on. Cold rows start
+        again from token 0 and reuse nothing. The `broken` rows have no finite logits: they end with
+        "error", and their prefix is taken out of the index.
         ends: where the true tokens of a verify row end; those it does not name keep one token.
-        Publishes what the step wrote. Cold rows start again from token 0 and reuse nothing. The
-        `broken` rows have no finite logits: they end with "error", and their prefix is taken out
-        of the index.
+        over: those that have ended since the batch was scheduled, by a token of the step before.
+        doubted: something that was broken may have been reused by it: who reused starts again.
         """
         assert batch is self.in_flight
         self.in_flight = None
+        gone_on = []
         for row in batch.rows:
             seq = row.seq
+            if row in broken:
+                self.distrust(seq)
+            if row in broken or seq in over:
+                assert seq.end_reason is not None
+                self.finish(seq, seq.end_reason)
+                continue
             if row in cold:
                 self._restart_cold(row)
-            elif row in broken:
-                logger.error("request %s: its logits are not finite", seq.request_id)
-                self.manager.forget(seq)
+            elif doubted and row.is_prefill and row.start > 0:
                 self.manager.discard(seq)
-                self.finish(seq, "error")
-                continue
+                self._start_again(seq)
             else:
-                self._count_prefilled(row)
-                end = self._true_end(row, ends or {})
-                self.manager.commit(seq, end)
-                if not seq.in_prefill and not seq.was_counted:
-                    seq.was_counted = True
-                    self.manager.count_query(seq.num_cached_tokens, seq.miss_reason)
+                self._commit(row, ends or {})
+                gone_on.append(row)
             if seq.abort_requested:
                 self.finish(seq, "abort")
+        return [row for row in gone_on if row.seq.status is Status.RUNNING]
+
+    def _commit(self, row: ScheduledRow, ends: Mapping[Sequence, int]) -> None:
+        seq = row.seq
+        self._count_prefilled(row)
+        self.manager.commit(seq, self._true_end(row, ends))
+        if not seq.in_prefill and not seq.was_counted:
+            seq.was_counted = True
+            self.manager.count_query(seq.num_cached_tokens, seq.miss_reason)
+
+    def distrust(self, seq: Sequence) -> None:
+        """Its logits are not finite: it is to end, and its prefix is taken out of the index."""
+        logger.error("request %s: its logits are not finite", seq.request_id)
+        self.manager.forget(seq)
+        seq.end_reason = "error"
 
     def _true_end(self, row: ScheduledRow, ends: Mapping[Sequence, int]) -> int:
         """Where the tokens that the row computed stop being true."""
@@ -287,7 +315,10 @@ class Scheduler:
             self.running.remove(seq)
         else:
             (self.waiting if seq in self.waiting else self.idle).remove(seq)
-        self.manager.release(seq)
+        if reason == "error":
+            self.manager.discard(seq)
+        else:
+            self.manager.release(seq)
         seq.status = Status.FINISHED
         seq.finish_reason = reason
 

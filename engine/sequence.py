@@ -30,6 +30,7 @@ class Sequence(CachedSequence):
     limit_reason: why it did not resume later than that.
     reused_decoded: whether anything it reused was computed by decode steps.
     background: runs only in steps that nobody else needs, and counts in no statistics of hits.
+    num_unread: 1 while a step has chosen its next token and nobody has read it back, else 0.
     num_settled: generated tokens that are wholly taken in: text, stop rules and reports done.
     end_reason: what the last settled token means, if it ends the request; kept until `finish`.
     reuse_allowed: False after a failed restore: it is then prefilled in full on private blocks.
@@ -75,6 +76,7 @@ class Sequence(CachedSequence):
         self.logprobs: list[dict[int, float]] = []
         self.logits: list[torch.Tensor] = []
         self.answer = AnswerText()
+        self.num_unread = 0
         self.num_settled = 0
         self.end_reason: str | None = None
         self.arrival_time = time.perf_counter()
@@ -85,11 +87,29 @@ class Sequence(CachedSequence):
         return self.token_ids[self.num_prompt_tokens :].tolist()
 
     @property
+    def num_chosen(self) -> int:
+        """Tokens, with one that is not read back yet."""
+        return self.num_tokens + self.num_unread
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether its tokens are drawn, which the host does."""
+        return self.sampling.temperature > 0.0
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether its rows of logits are to come to the host."""
+        params = self.sampling
+        return self.is_drawn or params.return_logits or params.logprobs is not None
+
+    @property
     def num_generated(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
     def forget_unsettled_tokens(self) -> None:
-        """Drop tokens whose taking in was interrupted; they will be chosen again, alike."""
+        """Drop tokens that are not read back, or whose taking in was interrupted; they will be
+        chosen again, alike."""
+        self.num_unread = 0
         if self.num_settled < self.num_generated:
             self.end_reason = None
         self.token_ids = self.token_ids[: self.num_prompt_tokens + self.num_settled]

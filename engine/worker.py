@@ -2,8 +2,11 @@
 
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,6 +16,10 @@ from cache.state_pool import StatePool, StateShape, restore_linear_state_slots
 from engine.batch import Batch, ModelInputs, ScheduledRow, build_inputs
 from engine.config import EngineConfig
 from engine.model_config import ModelConfig
+from engine.sampler import Choice, likeliest, sample
+from engine.sequence import Sequence
+from engine.stream import InlineStream, ReadBack, Stream, ThreadStream
+from kernels.ids import Ids
 
 logger = logging.getLogger(__name__)
 
@@ -53,24 +60,78 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """rows ran, with logits [num_logits, vocab] in the order of the rows that need them, one for
-    each known or guessed token; drafts: the guesses, by row; cold rows did not run."""
+    """What a step leaves of the rows that need logits, in their order, one for each known or
+    guessed token: what is likeliest, here and on the host, and on the host some rows of logits."""
 
-    rows: list[ScheduledRow]
-    logits: torch.Tensor
-    cold: list[ScheduledRow]
-    drafts: list[list[int]]
+    likeliest: torch.Tensor  # [2, rows]
+    best: ReadBack  # the same
+    logits: ReadBack  # [rows that want them, vocab]
+
+
+class Issued:
+    """A step given to the stream.
+
+    rows: those that run; cold: those that do not, their restore failed. drafts: guesses, by row.
+    awaited: the rows whose next token is to be read back; whoever issued it says so.
+    """
+
+    def __init__(
+        self,
+        rows: list[ScheduledRow],
+        cold: list[ScheduledRow],
+        drafts: list[list[int]],
+        result: "Future[StepResult]",
+    ) -> None:
+        self.rows, self.cold, self.drafts = rows, cold, drafts
+        self.awaited: list[ScheduledRow] = []
+        self._result = result
+
+    @property
+    def places(self) -> dict[Sequence, int]:
+        """Of each sequence's next token, among all that the step chooses. No drafts."""
+        chosen = [row.seq for row in self.rows if row.needs_logits]
+        return {seq: place for place, seq in enumerate(chosen)}
+
+    def wait(self) -> StepResult:
+        """Its result, or what it raised, when it is there."""
+        return self._result.result()
+
+    def choose(self) -> dict[ScheduledRow, list[Choice] | None]:
+        """Waits, and chooses the next tokens of the rows that need them (see `sample`)."""
+        result = self.wait()
+        which = [i for i, row in enumerate(self.rows) if row.needs_logits]
+        seqs = [self.rows[i].seq for i in which]
+        drafts = [self.drafts[i] for i in which]
+        brought = iter(result.logits.wait())
+        wanted = _wants_logits(self.rows)
+        logits = [next(brought) if wants else None for wants in wanted]
+        choices = sample(seqs, drafts, logits, result.best.wait().tolist())
+        return dict(zip((self.rows[i] for i in which), choices, strict=True))
+
+
+def _wants_logits(rows: Seq[ScheduledRow]) -> list[bool]:
+    """Of each row of logits, whether it is to come to the host."""
+    return [
+        row.seq.wants_logits for row in rows if row.needs_logits for _ in range(1 + row.num_drafts)
+    ]
 
 
 class Worker:
-    """Owns the model, the state pool and the K/V cache.
+    """Owns the model, the state pool and the K/V cache, and the stream that works on them.
 
+    stream: None: a thread's on the CPU if steps overlap, else at once.
     last_restore_seconds: how long the last step took to restore states (on a GPU: to launch it);
         None if it restored none.
     """
 
     def __init__(
-        self, model: Model, config: EngineConfig, *, num_slots: int, num_blocks: int
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        num_slots: int,
+        num_blocks: int,
+        stream: Stream | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -82,42 +143,66 @@ class Worker:
                 f"{config.block_size} tokens: {error}"
             ) from error
         self.state_pool, self.kv_cache = pools
+        threaded = config.overlaps and config.device == "cpu"
+        self.stream = stream or (ThreadStream() if threaded else InlineStream())
         self.last_restore_seconds: float | None = None
 
-    @torch.inference_mode()
-    def execute(self, batch: Batch) -> StepResult:
-        """Restore, then run every row whose state is there."""
+    def issue(self, batch: Batch, before: Issued | None = None) -> Issued:
+        """Restore, then give the stream one forward pass over every row whose state is there.
+
+        before: the step before, if its tokens were not read back. Waits only for a copy of states,
+        which may fail, and for drafts.
+        """
         began = time.perf_counter()
-        read_slots, cold = self._restore(batch.rows)
         restored = any(row.op is not None and row.op.restore_requested for row in batch.rows)
+        if restored and self.config.restore == "copy":
+            read_slots, cold = self.stream.submit(partial(self._restore, batch.rows)).result()
+        else:
+            read_slots, cold = self._restore(batch.rows)
         self.last_restore_seconds = time.perf_counter() - began if restored else None
         ran = [i for i, row in enumerate(batch.rows) if row not in cold]
-        rows = [batch.rows[i] for i in ran]
-        if not rows:
-            return StepResult([], torch.empty(0, 0), cold, [])
-        reads = [read_slots[i] for i in ran]
-        drafts = self._draft(rows, reads)
-        inputs = build_inputs(
-            rows,
-            reads,
-            block_size=self.config.block_size,
-            device=self.config.device,
-            drafts=drafts if self.config.num_speculative_tokens else None,
-        )
-        logits = self.model.forward(inputs, self.state_pool, self.kv_cache)
-        return StepResult(rows, logits, cold, drafts)
+        rows, reads = [batch.rows[i] for i in ran], [read_slots[i] for i in ran]
+        drafts = self._drafts(rows, reads)
+        work: Callable[[], StepResult] = _nothing
+        if rows:
+            inputs = build_inputs(
+                rows,
+                reads,
+                block_size=self.config.block_size,
+                device=self.config.device,
+                drafts=drafts if self.config.num_speculative_tokens else None,
+                chosen_before={} if before is None else before.places,
+            )
+            wanted = [place for place, wants in enumerate(_wants_logits(rows)) if wants]
+            work = partial(self._run, inputs, before, Ids(wanted, self.config.device))
+        return Issued(rows, cold, drafts, self.stream.submit(work))
 
-    def _draft(self, rows: list[ScheduledRow], reads: list[int]) -> list[list[int]]:
+    @torch.inference_mode()
+    def _run(self, inputs: ModelInputs, before: Issued | None, wanted: Ids) -> StepResult:
+        if inputs.late is not None:
+            assert before is not None, "a token is missing, and no step is to bring it"
+            chosen = before.wait().likeliest[1]
+            inputs.token_ids[inputs.late.rows.tensor] = chosen[inputs.late.sources.tensor]
+        logits = self.model.forward(inputs, self.state_pool, self.kv_cache)
+        best = likeliest(logits)
+        return StepResult(best, ReadBack(best), ReadBack(logits[wanted.tensor]))
+
+    def _drafts(self, rows: list[ScheduledRow], reads: list[int]) -> list[list[int]]:
         """Guesses for each row; none for those that verify nothing."""
+        if any(row.num_drafts for row in rows):
+            return self.stream.submit(partial(self._draft, rows, reads)).result()
+        return [[] for _ in rows]
+
+    @torch.inference_mode()
+    def _draft(self, rows: list[ScheduledRow], reads: list[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in rows]
         which = [i for i, row in enumerate(rows) if row.num_drafts]
-        if which:
-            assert self.state_pool is not None
-            guessed = self.model.draft(
-                [rows[i] for i in which], [reads[i] for i in which], self.state_pool, self.kv_cache
-            )
-            for i, tokens in zip(which, guessed, strict=True):
-                drafts[i] = tokens
+        assert self.state_pool is not None
+        guessed = self.model.draft(
+            [rows[i] for i in which], [reads[i] for i in which], self.state_pool, self.kv_cache
+        )
+        for i, tokens in zip(which, guessed, strict=True):
+            drafts[i] = tokens
         return drafts
 
     def _restore(self, rows: list[ScheduledRow]) -> tuple[list[int], list[ScheduledRow]]:
@@ -148,3 +233,8 @@ class Worker:
         for row in cold:
             logger.warning("request %s is prefilled in full: restore failed", row.seq.request_id)
         return read_slots, cold
+
+
+def _nothing() -> StepResult:
+    none = torch.empty(2, 0, dtype=torch.int64)
+    return StepResult(none, ReadBack(none), ReadBack(torch.empty(0, 0)))

@@ -61,6 +61,7 @@ ENGINE_TESTS = [
     "tests/engine/test_scheduler.py",
     "tests/engine/test_background.py",
     "tests/engine/test_drafts.py",
+    "tests/engine/test_overlap.py",
     "tests/engine/test_scheduler_stateful.py",
 ]
 SLOW_TESTS = [
@@ -75,6 +76,7 @@ OWN_TESTS = {
     "reuse_hazard": "tests/cache/test_eviction.py",
     "saved_states": "tests/cache/test_eviction.py",
     "admission": "tests/cache/test_eviction.py",
+    "step_loop": "tests/engine/test_overlap.py",
     "policy_names": "tests/cache/test_eviction.py",
 }
 # A kernel's own tests, those that kill most first: the others would take minutes for each mutation.

@@ -66,12 +66,21 @@ def make_engine(kind="float32", *, owner="tests", **config):
 
 
 def poison_unowned(llm):
-    """Fill every slot and every K/V block that nobody holds with NaN, padding included."""
+    """Fill every slot and every K/V block that nobody holds with NaN, padding included.
+
+    It waits for its turn on the stream, as whoever is given them next does.
+    """
     manager, worker = llm.manager, llm.worker
-    worker.kv_cache[:, :, _unowned(manager.kv.pool)] = torch.nan
+    blocks, slots = _unowned(manager.kv.pool), []
     if manager.linear is not None:
-        unowned = [*_unowned(manager.linear.pool), *manager.linear.scratch]
-        worker.state_pool.arena[unowned] = 255  # NaN in every dtype
+        slots = [*_unowned(manager.linear.pool), *manager.linear.scratch]
+
+    def poison():
+        worker.kv_cache[:, :, blocks] = torch.nan
+        if slots:
+            worker.state_pool.arena[slots] = 255  # NaN in every dtype
+
+    worker.stream.submit(poison)
 
 
 def _unowned(pool):

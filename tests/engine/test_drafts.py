@@ -183,14 +183,14 @@ def test_an_abort_inside_a_verify_step_gives_everything_back(when: int, monkeypa
     params = SamplingParams(temperature=0, max_tokens=40)
     llm.add_request(PROMPT, params, request_id="gone")
     llm.add_request(PROMPT[:70], params, request_id="stays")
-    execute, calls = llm.worker.execute, iter(range(100))
+    issue, calls = llm.worker.issue, iter(range(100))
 
-    def aborting(batch: Batch):
+    def aborting(batch: Batch, *before):
         if next(calls) == when:
             llm.abort("gone")
-        return execute(batch)
+        return issue(batch, *before)
 
-    monkeypatch.setattr(llm.worker, "execute", aborting)
+    monkeypatch.setattr(llm.worker, "issue", aborting)
     outputs = {}
     while llm.has_unfinished():
         outputs |= {o.request_id: o for o in llm.step() if o.finished}
@@ -225,13 +225,13 @@ def test_tokens_that_are_replayed_are_not_guessed(monkeypatch):
     [seq] = llm.scheduler.running
     known = seq.num_tokens
     llm.scheduler._preempt(seq)
-    execute, rows = llm.worker.execute, []
+    issue, rows = llm.worker.issue, []
 
-    def watching(batch: Batch):
+    def watching(batch: Batch, *before):
         rows.extend(batch.rows)
-        return execute(batch)
+        return issue(batch, *before)
 
-    monkeypatch.setattr(llm.worker, "execute", watching)
+    monkeypatch.setattr(llm.worker, "issue", watching)
     while llm.has_unfinished():
         outputs = llm.step()
     assert outputs[-1].token_ids == expected_output(PROMPT, 40)

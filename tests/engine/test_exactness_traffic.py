@@ -73,6 +73,7 @@ def engine_settings(draw):
         "num_slots": max_num_seqs + 1 + draw(st.sampled_from([0, 1, 2, 5, 20])),
         "num_blocks": least_blocks + draw(st.sampled_from([0, 3, 10, 200])),
         "restore": draw(st.sampled_from(["copy", "redirect"])),
+        "overlap": draw(st.booleans()),
     }
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from hypothesis import event, settings
 from hypothesis import strategies as st
@@ -19,7 +20,9 @@ from cache.hashing import Namespace, Provenance, filed_under
 from cache.ops import NO_SLOT, LinearStateCacheOp
 from engine import LLM, EngineConfig, SamplingParams
 from engine.batch import Batch
-from engine.worker import StepResult
+from engine.stream import InlineStream, ThreadStream
+from engine.worker import Issued
+from tests.lazy_stream import LazyStream
 from tests.oracle import OracleModel, State, expected_output, load
 
 BASES = [[(7 * i + 13 * base + i * i) % 251 for i in range(420)] for base in range(3)]
@@ -41,6 +44,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         drafts=st.sampled_from([0, 0, 1, 2, 5]),
         period=st.integers(1, 5),
+        stream=st.sampled_from([None, None, InlineStream, LazyStream, LazyStream, ThreadStream]),
     )
     def start(
         self,
@@ -55,7 +59,9 @@ class EngineMachine(RuleBasedStateMachine):
         caching,
         drafts,
         period,
+        stream,
     ):
+        """stream: of overlapping steps; None: they don't overlap."""
         self.model = OracleModel()
         self.model.guesses_right = lambda position: position % period != 0 or period == 1
         config = EngineConfig(
@@ -69,20 +75,23 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             restore=restore,
             enable_prefix_caching=caching,
+            overlap=stream is not None,
         )
         self.llm = LLM.from_model(self.model, config)
+        if config.overlaps:
+            self.llm.worker.stream = stream()
         self.prompts: dict[str, tuple[list[int], int]] = {}
         self.states_by_key: dict[bytes, list[int]] = {}
         self.rows_by_key: dict[bytes, list[int]] = {}
-        self.during_execute: Callable[[Batch], Batch] | None = None
-        self.num_finished = 0
-        execute = self.llm.worker.execute
+        self.before_issue: Callable[[Batch], Batch] | None = None
+        self.may_fail = False
+        issue = self.llm.worker.issue
 
-        def execute_with_hook(batch: Batch) -> StepResult:
-            hook, self.during_execute = self.during_execute, None
-            return execute(batch if hook is None else hook(batch))
+        def issue_with_hook(batch: Batch, *before: Issued | None) -> Issued:
+            hook, self.before_issue = self.before_issue, None
+            return issue(batch if hook is None else hook(batch), *before)
 
-        self.llm.worker.execute = execute_with_hook  # type: ignore[method-assign]
+        self.llm.worker.issue = issue_with_hook  # type: ignore[method-assign]
 
     # ---- rules
 
@@ -125,7 +134,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 5))
     def step(self, times):
         for _ in range(times):
-            self._take(self.llm.step())
+            self._step()
 
     @precondition(lambda self: self.llm.has_unfinished())
     @rule(data=st.data())
@@ -143,15 +152,15 @@ class EngineMachine(RuleBasedStateMachine):
                 self.llm.abort(request_id)
             return batch
 
-        self.during_execute = abort_some
-        self._take(self.llm.step())
+        self.before_issue = abort_some
+        self._step()
 
     @precondition(lambda self: self.llm.has_unfinished())
     @rule(finished_rows=st.integers(0, 3))
     def fail_a_forward(self, finished_rows):
-        self.model.fail_after = finished_rows
-        with suppress(RuntimeError):
-            self._take(self.llm.step())
+        self.model.fail_after, self.may_fail = finished_rows, True
+        self._step()
+        self._drain()
         self.model.fail_after = None
 
     @precondition(lambda self: self.llm.has_unfinished())
@@ -166,8 +175,8 @@ class EngineMachine(RuleBasedStateMachine):
                 batch.rows[batch.rows.index(row)] = lost
             return batch
 
-        self.during_execute = lose
-        self._take(self.llm.step())
+        self.before_issue = lose
+        self._step()
 
     @precondition(lambda self: self.llm.scheduler.running)
     @rule(data=st.data())
@@ -193,7 +202,7 @@ class EngineMachine(RuleBasedStateMachine):
                 for i in range(1, pool.num_ids)
                 if pool.ref_count(i) == 0 and not pool.is_published(i)
             ]
-            memory[free] = 255
+            self.llm.worker.stream.submit(partial(memory.__setitem__, free, 255))
 
     # ---- what must always hold
 
@@ -210,7 +219,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_checkpoint_is_the_true_state_of_its_key(self):
-        if not hasattr(self, "llm"):
+        if not hasattr(self, "llm") or self._failure_is_to_come():
             return
         index = self.llm.manager.linear.cache._index
         for slot in index.ids():
@@ -219,7 +228,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_published_block_holds_the_rows_of_its_key(self):
-        if not hasattr(self, "llm"):
+        if not hasattr(self, "llm") or self._failure_is_to_come():
             return
         index = self.llm.manager.kv._index
         for block in index.ids():
@@ -231,7 +240,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         steps = 0
         while self.llm.has_unfinished():
-            self._take(self.llm.step())
+            self._step()
             steps += 1
             assert steps < 5_000, "no progress"
         self.bookkeeping_is_whole()
@@ -280,6 +289,26 @@ class EngineMachine(RuleBasedStateMachine):
             for i, key in enumerate(twin.block_hashes):
                 rows = values[i * kv.step : (i + 1) * kv.step]
                 self.rows_by_key[filed_under(key, how)] = rows
+
+    def _step(self) -> None:
+        """One step; a failure of the forward may come out of a later one."""
+        try:
+            outputs = self.llm.step()
+        except RuntimeError as error:
+            assert self.may_fail and str(error) == "the device is gone"
+            assert self.llm.failed_request_ids
+        else:
+            self._take(outputs)
+
+    def _drain(self) -> None:
+        """What was issued is in the slots and blocks after this."""
+        self.llm.worker.stream.submit(lambda: None).result()
+
+    def _failure_is_to_come(self) -> bool:
+        """Whether the last step failed and nobody was told: its keys are to be withdrawn."""
+        self._drain()
+        unread = self.llm._loop._unread
+        return unread is not None and unread._result.exception() is not None
 
     def _take(self, outputs) -> None:
         for output in outputs:

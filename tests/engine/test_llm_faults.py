@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import engine.llm
+import engine.worker
 from engine import SamplingParams
 from tests.engine.real_model import (
     GREEDY,
@@ -136,16 +136,16 @@ def test_a_sampler_that_raises_harms_no_request(failures, monkeypatch):
     llm = make_engine(**POOLS)
     prompts = [fork(64, 9, branch=i) for i in range(3)]
     request_ids = [llm.add_request(prompt, GREEDY) for prompt in prompts]
-    sample = engine.llm.sample
+    sample = engine.worker.sample
 
-    def failing(seqs, drafts, logits):
+    def failing(seqs, *rest):
         nonlocal failures
         if failures and request_ids[1] in {seq.request_id for seq in seqs}:
             failures -= 1
             raise RuntimeError("no token")
-        return sample(seqs, drafts, logits)
+        return sample(seqs, *rest)
 
-    monkeypatch.setattr(engine.llm, "sample", failing)
+    monkeypatch.setattr(engine.worker, "sample", failing)
     while failures:
         with pytest.raises(RuntimeError, match="no token"):
             llm.step()
@@ -216,25 +216,25 @@ def test_an_abort_during_a_step_takes_effect_at_its_end(steps, when, monkeypatch
         llm.add_request(prompt, replace(GREEDY, max_tokens=6), request_id=request_id)
     for _ in range(steps):
         llm.step()
-    execute = llm.worker.execute
+    issue = llm.worker.issue
 
-    def aborting(batch):
+    def aborting(batch, *before):
         if when == "before the forward":
             assert llm.abort("a").finish_reason is None
-        result = execute(batch)
+        result = issue(batch, *before)
         if when == "after the forward":
             assert llm.abort("a").finish_reason is None
             assert llm.abort("a").finish_reason is None
         return result
 
-    monkeypatch.setattr(llm.worker, "execute", aborting)
+    monkeypatch.setattr(llm.worker, "issue", aborting)
     ended = [output for output in llm.step() if output.finished]
     assert [(o.request_id, o.finish_reason) for o in ended] == [("a", "abort")]
     assert len(ended[0].token_ids) == max(0, steps - 1)
     llm.scheduler.check()
     poison_unowned(llm)
     assert llm.abort("a") is None
-    monkeypatch.setattr(llm.worker, "execute", execute)
+    monkeypatch.setattr(llm.worker, "issue", issue)
     outputs = finish(llm)
     assert outputs.keys() == {"b"}
     assert_cold_bits("float32", outputs["b"])

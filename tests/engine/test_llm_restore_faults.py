@@ -157,13 +157,13 @@ def test_a_request_aborted_in_the_step_of_its_failed_restore_leaves_nothing(monk
     llm, prompts = warmed()
     break_copies(monkeypatch, lambda src, dst: True)
     llm.add_request(prompts[0], GREEDY, request_id="a")
-    execute = llm.worker.execute
+    issue = llm.worker.issue
 
-    def aborting(batch):
+    def aborting(batch, *before):
         llm.abort("a")
-        return execute(batch)
+        return issue(batch, *before)
 
-    monkeypatch.setattr(llm.worker, "execute", aborting)
+    monkeypatch.setattr(llm.worker, "issue", aborting)
     [output] = llm.step()
     assert output.finish_reason == "abort"
     assert_idle(llm)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import SamplingParams
-from engine.sampler import sample
+from engine.sampler import likeliest, sample
 from engine.sequence import Sequence
 from tests.engine.real_model import assert_idle, make_engine, tokens
 
@@ -20,8 +20,12 @@ def sequence(**params):
     return Sequence("r", [1], SamplingParams(**params))
 
 
+def choose(seqs, drafts, logits):
+    return sample(seqs, drafts, logits, likeliest(logits).tolist() if len(logits) else [[], []])
+
+
 def choice(seq, logits=LOGITS):
-    [chosen] = sample([seq], [[]], logits[None])
+    [chosen] = choose([seq], [[]], logits[None])
     return chosen if chosen is None else chosen[0]
 
 
@@ -179,9 +183,9 @@ def test_logits_that_are_not_numbers_give_no_token(temperature, bad):
     logits = torch.tensor([1.0, bad, 3.0])
     rows = torch.stack([logits, LOGITS[:3], logits])
     seqs = [sequence(temperature=temperature) for _ in range(3)]
-    chosen = sample(seqs, [[], [], []], rows)
+    chosen = choose(seqs, [[], [], []], rows)
     assert [c is None for c in chosen] == [True, False, True]
-    assert sample([], [], rows[:0]) == []
+    assert choose([], [], rows[:0]) == []
 
 
 def test_a_masked_token_is_never_drawn():
@@ -244,7 +248,7 @@ def test_an_unknown_sampling_parameter_is_refused():
 
 
 def next_tokens(seq, guesses, rows):
-    [chosen] = sample([seq], [guesses], torch.stack(rows))
+    [chosen] = choose([seq], [guesses], torch.stack(rows))
     return chosen if chosen is None else [choice.token_id for choice in chosen]
 
 
@@ -282,5 +286,5 @@ def test_rows_after_a_rejected_guess_are_not_looked_at():
 def test_each_sequence_has_its_own_guesses():
     rows = torch.stack([one_hot(1), one_hot(2), one_hot(3), one_hot(0)])
     seqs = [sequence(temperature=0.0) for _ in range(3)]
-    chosen = sample(seqs, [[], [2], []], rows)
+    chosen = choose(seqs, [[], [2], []], rows)
     assert [[c.token_id for c in choices] for choices in chosen] == [[1], [2, 3], [0]]

@@ -130,15 +130,15 @@ def test_a_stream_that_is_not_read_closes_its_events_when_the_client_leaves():
 
 def fail_once(server, monkeypatch, *, after=0):
     """Some step from now raises out of the worker."""
-    execute, steps = server.llm.worker.execute, iter(range(after))
+    issue, steps = server.llm.worker.issue, iter(range(after))
 
-    def failing(batch):
+    def failing(batch, *before):
         if next(steps, None) is not None:
-            return execute(batch)
+            return issue(batch, *before)
         monkeypatch.undo()
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(server.llm.worker, "execute", failing)
+    monkeypatch.setattr(server.llm.worker, "issue", failing)
 
 
 def test_a_step_that_raises_is_a_500_and_the_server_goes_on(

@@ -2,7 +2,7 @@
 
 import pytest
 
-import engine.llm
+import engine.worker
 from engine import SamplingParams
 from engine.sampler import Choice
 from tests.engine.real_model import assert_idle, make_engine, tokens
@@ -21,10 +21,10 @@ def say(monkeypatch):
     def run(answer, *, llm=None, **params):
         ids = list(answer.encode()) if isinstance(answer, str) else list(answer)
 
-        def scripted(seqs, drafts, logits):
+        def scripted(seqs, *_):
             return [[chosen(ids[seq.num_generated % len(ids)])] for seq in seqs]
 
-        monkeypatch.setattr(engine.llm, "sample", scripted)
+        monkeypatch.setattr(engine.worker, "sample", scripted)
         llm = llm or make_engine()
         params = {"max_tokens": len(ids)} | params
         [output] = llm.generate([tokens(0, 70)], SamplingParams(**params))
@@ -80,7 +80,9 @@ def test_a_stop_string_on_the_last_token_counts_as_stop(say):
 
 
 def test_a_stop_string_in_the_prompt_does_not_stop_the_answer(say, monkeypatch):
-    monkeypatch.setattr(engine.llm, "sample", lambda seqs, *_: [[chosen(ord("z"))] for _ in seqs])
+    monkeypatch.setattr(
+        engine.worker, "sample", lambda seqs, *_: [[chosen(ord("z"))] for _ in seqs]
+    )
     [output] = make_engine().generate("stop here", SamplingParams(stop="here", max_tokens=3))
     assert (output.text, output.finish_reason) == ("zzz", "length")
 
@@ -131,11 +133,11 @@ def test_ids_without_a_token_add_no_text(say):
 def test_stopped_requests_leave_the_others_running(monkeypatch):
     answers = {1: "ab.", 2: "abcd.", 3: "abcdefgh"}
 
-    def scripted(seqs, drafts, logits):
+    def scripted(seqs, *_):
         texts = [answers[seq.num_prompt_tokens] for seq in seqs]
         return [[chosen(ord(text[s.num_generated]))] for s, text in zip(seqs, texts, strict=True)]
 
-    monkeypatch.setattr(engine.llm, "sample", scripted)
+    monkeypatch.setattr(engine.worker, "sample", scripted)
     llm = make_engine()
     outputs = llm.generate([[1], [1, 2], [1, 2, 3]], SamplingParams(stop=".", max_tokens=8))
     assert [output.text for output in outputs] == ["ab", "abcd", "abcdefgh"]

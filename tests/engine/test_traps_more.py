@@ -49,11 +49,11 @@ def test_traffic_without_reuse_runs_the_same_steps_with_caching_as_without(resto
 
 def recorded_steps(llm):
     """Grows with each step: what every row computes in it."""
-    steps, execute = [], llm.worker.execute
+    steps, issue = [], llm.worker.issue
 
-    def recording(batch):
+    def recording(batch, *before):
         steps.append([(row.seq.request_id, row.start, row.end) for row in batch.rows])
-        return execute(batch)
+        return issue(batch, *before)
 
-    llm.worker.execute = recording
+    llm.worker.issue = recording
     return steps

@@ -53,7 +53,7 @@ LOST = row(64, LinearStateCacheOp(4, True, NO_SLOT, 64))
 @pytest.mark.parametrize(("restore", "reads"), [("redirect", [-1, 7, 3]), ("copy", [-1, 2, 3])])
 def test_a_row_reads_nothing_its_source_or_its_own_slot(restore, reads):
     worker = worker_with(restore)
-    result = worker.execute(Batch([FRESH, HIT, GOES_ON]))
+    result = worker.issue(Batch([FRESH, HIT, GOES_ON]))
     assert worker.model.inputs.prefill_slots.read.tolist() == reads
     assert worker.model.inputs.prefill_slots.write.tolist() == [1, 2, 3]
     assert result.rows == [FRESH, HIT, GOES_ON] and result.cold == []
@@ -62,7 +62,7 @@ def test_a_row_reads_nothing_its_source_or_its_own_slot(restore, reads):
 @pytest.mark.parametrize(("restore", "held"), [("redirect", 2.0), ("copy", 7.0)])
 def test_only_a_copy_moves_the_state_before_the_forward(restore, held):
     worker = worker_with(restore)
-    worker.execute(Batch([FRESH, HIT, GOES_ON]))
+    worker.issue(Batch([FRESH, HIT, GOES_ON]))
     assert worker.state_pool.states[2].unique().tolist() == [held]
     assert worker.state_pool.states[[1, 3, 7], 0, 0, 0, 0].tolist() == [1.0, 3.0, 7.0]
 
@@ -71,20 +71,20 @@ def test_only_a_copy_moves_the_state_before_the_forward(restore, held):
 def test_a_row_without_its_source_leaves_the_step_and_harms_no_other(restore):
     """trap 20: a failed restore leaves a row marked warm."""
     worker = worker_with(restore)
-    result = worker.execute(Batch([LOST, HIT, FRESH]))
+    result = worker.issue(Batch([LOST, HIT, FRESH]))
     assert result.cold == [LOST] and result.rows == [HIT, FRESH]
     assert worker.model.inputs.prefill_slots.write.tolist() == [2, 1]
     assert worker.model.inputs.prefill_slots.read.tolist() == [
         7 if restore == "redirect" else 2,
         -1,
     ]
-    assert result.logits.shape == (2, 1)
+    assert result.wait().likeliest.shape == (2, 2)
 
 
 def test_a_step_in_which_every_restore_fails_runs_no_forward():
     worker = worker_with("copy")
-    result = worker.execute(Batch([LOST]))
-    assert (result.rows, result.cold, len(result.logits)) == ([], [LOST], 0)
+    result = worker.issue(Batch([LOST]))
+    assert (result.rows, result.cold, result.wait().likeliest.shape[1]) == ([], [LOST], 0)
     assert worker.model.inputs is None
 
 
@@ -93,12 +93,12 @@ def test_a_source_of_another_boundary_is_never_restored(boundary):
     """trap 2: the checkpoint is restored at the K/V length."""
     worker = worker_with("copy")
     with pytest.raises(AssertionError, match="restored at token 64"):
-        worker.execute(Batch([row(64, LinearStateCacheOp(2, True, 7, boundary))]))
+        worker.issue(Batch([row(64, LinearStateCacheOp(2, True, 7, boundary))]))
     assert worker.state_pool.states[2].unique().tolist() == [2.0]
 
 
 def test_a_model_without_recurrent_layers_reads_no_state():
     worker = worker_with("redirect", recurrent=False)
-    result = worker.execute(Batch([row(0, None), row(64, None)]))
+    result = worker.issue(Batch([row(0, None), row(64, None)]))
     assert worker.model.inputs.prefill_slots.read.tolist() == [-1, -1]
     assert result.cold == []
