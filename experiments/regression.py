@@ -1,6 +1,7 @@
 """Does a prefix-cache hit reach the client, and without a changed token?
 
-Starts the server itself: once with caching off, once with each way to restore. OpenAI's own package
+Starts the server itself: once with caching off, once with each way to restore, and with overlapping
+steps and drafts, alone and together. OpenAI's own package
 asks over HTTP, by one client and then by many, in streams. The answers that one client gets without
 caching are the reference: every other exact answer must have their tokens. One by one, each request
 must resume where the placement rules say; a conversation whose answers were prefilled in idle time
@@ -62,11 +63,16 @@ FULL = Sizes(
 )  # fmt: skip
 SCALED = ("questions", "talks", "tails", "own_documents")
 # Without caching nothing that idle time computes could be kept.
+DRAFTS = ("--num-speculative-tokens", "1")
 SERVERS = {
     OFF: ("--no-enable-prefix-caching", "--no-idle-prefill"),
     "copy": ("--restore", "copy"),
     "redirect": ("--restore", "redirect"),
+    "overlap": ("--overlap",),
+    "drafts": DRAFTS,
+    "drafts, overlap": (*DRAFTS, "--overlap"),
 }
+GUIDED = (OFF, "copy", "redirect")
 GUIDED_IF_SMALL = (OFF, "redirect")  # GuideLLM takes its time to start
 MOST_TOLD = 5  # failures of one pass
 IDLE_OFF = ("--restore", "redirect", "--no-idle-prefill")
@@ -182,10 +188,10 @@ def serve(run: Run, name: str) -> None:
         for mode in (SERIAL, CONCURRENT):
             for workload in run.workloads:
                 one.measure(workload, mode)
-        if name == list(SERVERS)[-1]:
+        if name == "redirect":
             one.converse("idle prefill", exact=True)
             one.converse("not exact", exact=False)
-        if run.guidellm and (name in GUIDED_IF_SMALL or not run.options.small):
+        if run.guidellm and name in (GUIDED_IF_SMALL if run.options.small else GUIDED):
             for mode in (SERIAL, CONCURRENT):
                 one.guide(mode)
         finish(run, one)

@@ -56,8 +56,8 @@ def _two(first: float | None, second: float | None) -> str:
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """By workload, mode, client and server."""
-    servers = list(SERVER_COLORS)
+    """By workload, mode, client and server, as they were run."""
+    servers = list(dict.fromkeys(row["server"] for row in rows))
     return sorted(
         rows,
         key=lambda row: (

@@ -302,7 +302,7 @@ def test_the_sentence_at_the_end_has_the_ratio_and_the_chart_is_drawn_again(
         "Yes: at the client the median first token on a shared prefix comes 5.0 times sooner than "
         "without caching with one client and 5.0 times with 16"
     )
-    assert "all 83 exact answers" in content["conclusion"]
+    assert "all 203 exact answers" in content["conclusion"]
     assert content["conclusion"].endswith(
         "; a conversation's turn recomputes 2 (exact), 2 (loose) tokens, and of 3 answers not "
         "asked to be exact 1 differ."
