@@ -13,9 +13,9 @@ ASKED = FACTS + "Ada"  # the model goes on with a sentence
 salts = map(str, itertools.count())
 
 
-@pytest.fixture(scope="module")
-def server():
-    with RunningServer() as running:
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "overlap"])
+def server(request):
+    with RunningServer(config={"overlap": request.param}) as running:
         yield running
         running.assert_idle()
 

@@ -25,9 +25,9 @@ SHORT = {"model": NAME, "prompt": FACTS, "max_tokens": 8, "temperature": 0, "ign
 COMPLETE = "/v1/completions"
 
 
-@pytest.fixture(scope="module")
-def server():
-    with RunningServer() as running:
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "overlap"])
+def server(request):
+    with RunningServer(config={"overlap": request.param}) as running:
         yield running
         running.assert_idle()
 
