@@ -114,9 +114,10 @@ def test_hits_change_no_bit_of_any_logit(models, cold, restore):
     assert hits == 4
 
 
-def test_requests_at_once_have_the_bits_of_one_at_a_time(models, cold):
-    """trap 34"""
-    llm = engine(models["triton"], max_num_batched_tokens=192)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_at_once_have_the_bits_of_one_at_a_time(models, cold, overlap):
+    """trap 34: also where a step's rows take their tokens from the step before."""
+    llm = engine(models["triton"], max_num_batched_tokens=192, overlap=overlap)
     outputs = llm.generate(PROMPTS, GREEDY)
     for tokens, output in zip(PROMPTS, outputs, strict=True):
         assert torch.equal(logits(output), logits(cold(tokens)))
