@@ -135,6 +135,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--clients", type=count, default=24, help="at once (%(default)s)")
     parser.add_argument("--prompts", type=count, default=80, help="to choose from (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (%(default)s)")
+    parser.add_argument("--overlap", action="store_true", help="let the server's steps overlap")
     return parser.parse_args(argv)
 
 
@@ -147,7 +148,8 @@ def main(argv: list[str] | None = None) -> int:
     remove_results(options.json)
     references, failures = reference_answers(catalog, options.threads)
     run = Soak(catalog, references, options.seed)
-    with ServerProcess(*POOLS, threads=options.threads) as server:
+    overlap = ("--overlap",) if options.overlap else ()
+    with ServerProcess(*POOLS, *overlap, threads=options.threads) as server:
         run.url, run.model = server.url, server.model
         samples = asyncio.run(soak(server, run, options.minutes, options.clients))
         eventually(lambda: not held(server.stats()))
