@@ -39,6 +39,8 @@ class EngineConfig:
         in float32); "auto": as the device needs.
     delta_rule, matmul: with Triton, "fla" prefills with flash-linear-attention's chunk kernel and
         "library" multiplies with the library's matmul, for comparison: a hit may then change bits.
+    cuda_graphs: capture the decode steps of some batch sizes at start, in memory of their own, and
+        replay them: same bits, fewer launches. Needs Triton's kernels, and no speculative tokens.
     hash_seed: seed of the prefix hashes.
     num_speculative_tokens: how many tokens the model's draft head (`mtp.*`) guesses for each step
         to verify; 0: it is not loaded. Output bits are the same with and without.
@@ -65,6 +67,7 @@ class EngineConfig:
     kernels: str = "auto"
     delta_rule: str = "own"
     matmul: str = "invariant"
+    cuda_graphs: bool = False
     hash_seed: int = 0
     num_speculative_tokens: int = 0
     overlap: bool = False
@@ -126,6 +129,12 @@ class EngineConfig:
         self._require(0 <= self.hash_seed < 1 << 64, "hash_seed", "must be in [0, 2**64)")
         drafts = self.num_speculative_tokens
         self._require(0 <= drafts <= 16, "num_speculative_tokens", "must be in [0, 16]")
+        self._require(
+            not (self.cuda_graphs and drafts),
+            "cuda_graphs",
+            f"no graph holds the verify steps of num_speculative_tokens={drafts}: set that to 0, "
+            "or cuda_graphs=False",
+        )
 
     @property
     def overlaps(self) -> bool:

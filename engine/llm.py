@@ -100,6 +100,12 @@ class LLM:
                 f"num_speculative_tokens={config.num_speculative_tokens}: the model has no "
                 "recurrent layers, and drafting starts from what lies in their slots; use 0"
             )
+        if config.cuda_graphs and not model.can_capture:
+            raise ValueError(
+                f"cuda_graphs=True: the ops of kernels={config.kernels!r} on device="
+                f"{config.device!r} read ids on the host, which no graph can; use kernels='triton' "
+                "(on the CPU with TRITON_INTERPRET=1), or cuda_graphs=False"
+            )
         num_slots, num_blocks = pool_sizes(
             config,
             slot_bytes=0 if shape is None else shape.slot_bytes,
@@ -312,4 +318,4 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Counters and pool contents now."""
-        return EngineStats.of(self.scheduler)
+        return EngineStats.of(self.scheduler, self.worker)

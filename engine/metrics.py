@@ -82,6 +82,8 @@ class _StatsCollector(Collector):
         )
         yield _counter("tokens_drafted", "Guesses of the draft head", stats.tokens_drafted)
         yield _counter("tokens_accepted", "Guesses that were right", stats.tokens_accepted)
+        yield _counter("decodes_replayed", "Decode steps from a graph", stats.decodes_replayed)
+        yield _counter("decodes_eager", "Decode steps launched op by op", stats.decodes_eager)
         yield _counter("cold_starts", "Restores that failed", stats.cold_starts)
         yield _counter("preemptions", "Requests that lost their place", stats.preemptions)
         yield _counters("misses", "Queries that reused nothing", "reason", stats.misses)

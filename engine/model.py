@@ -308,6 +308,10 @@ class Qwen35Model:
         return self.draft_head is not None
 
     @property
+    def can_capture(self) -> bool:
+        return self.ops.can_capture
+
+    @property
     def state_shape(self) -> StateShape | None:
         c = self.config
         if c.num_linear_layers == 0:

@@ -6,6 +6,7 @@ import torch
 
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class EngineStats:
     tokens_prefilled: prompt tokens that steps computed, again after a preemption too;
     tokens_drafted, tokens_accepted: guesses of the draft head, and those that were right.
     tokens_prefilled_idle: those of background requests, not among the others.
+    decodes_replayed, decodes_eager: steps with decoding rows, from a graph or launched op by op.
     slots_scratch: set aside for verify steps, in use or not.
     smallest_prompt_that_can_hit: tokens; shorter prompts miss with `below_stride`.
     """
@@ -85,6 +87,8 @@ class EngineStats:
     misses: dict[str, int]
     tokens_drafted: int
     tokens_accepted: int
+    decodes_replayed: int
+    decodes_eager: int
     saves: int
     saves_skipped: dict[str, int]
     cold_starts: int
@@ -105,7 +109,7 @@ class EngineStats:
     smallest_prompt_that_can_hit: int
 
     @classmethod
-    def of(cls, scheduler: Scheduler) -> "EngineStats":
+    def of(cls, scheduler: Scheduler, worker: Worker) -> "EngineStats":
         manager = scheduler.manager
         kv, linear = manager.kv.pool, manager.linear
         live = 0 if linear is None else linear.num_live
@@ -120,6 +124,8 @@ class EngineStats:
             misses={str(reason): count for reason, count in manager.misses.items()},
             tokens_drafted=scheduler.num_drafted,
             tokens_accepted=scheduler.num_accepted,
+            decodes_replayed=0 if worker.graphs is None else worker.graphs.num_replays,
+            decodes_eager=worker.num_eager_decodes,
             saves=0 if linear is None else linear.num_saves,
             saves_skipped={} if linear is None else dict(linear.saves_skipped),
             cold_starts=scheduler.num_cold_starts,

@@ -15,6 +15,7 @@ from cache.ops import RestoreOutcome
 from cache.state_pool import StatePool, StateShape, restore_linear_state_slots
 from engine.batch import Batch, ModelInputs, ScheduledRow, build_inputs
 from engine.config import EngineConfig
+from engine.decode_graphs import DecodeGraphs, graph_sizes
 from engine.model_config import ModelConfig
 from engine.sampler import Choice, likeliest, sample
 from engine.sequence import Sequence
@@ -33,6 +34,10 @@ class Model(Protocol):
     @property
     def can_draft(self) -> bool:
         """Whether it has a draft head."""
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a graph can hold a decode step: its ops read ids on the device alone."""
 
     @property
     def state_shape(self) -> StateShape | None:
@@ -122,6 +127,8 @@ class Worker:
     stream: None: a thread's on the CPU if steps overlap, else at once.
     last_restore_seconds: how long the last step took to restore states (on a GPU: to launch it);
         None if it restored none.
+    graphs: of decode steps, None if the config has none.
+    num_eager_decodes: steps with decoding rows whose ops were launched one by one.
     """
 
     def __init__(
@@ -146,6 +153,20 @@ class Worker:
         threaded = config.overlaps and config.device == "cpu"
         self.stream = stream or (ThreadStream() if threaded else InlineStream())
         self.last_restore_seconds: float | None = None
+        self.num_eager_decodes = 0
+        self.graphs: DecodeGraphs | None = None
+        if config.cuda_graphs:
+            limit = model.config.max_position_embeddings
+            self.graphs = DecodeGraphs(
+                self._eager,
+                sizes=graph_sizes(config.max_num_seqs),
+                vocab_size=model.config.vocab_size,
+                max_model_len=limit if config.max_model_len is None else config.max_model_len,
+                block_size=config.block_size,
+                num_blocks=num_blocks,
+                num_slots=num_slots,
+                device=config.device,
+            )
 
     def issue(self, batch: Batch, before: Issued | None = None) -> Issued:
         """Restore, then give the stream one forward pass over every row whose state is there.
@@ -183,9 +204,19 @@ class Worker:
             assert before is not None, "a token is missing, and no step is to bring it"
             chosen = before.wait().likeliest[1]
             inputs.token_ids[inputs.late.rows.tensor] = chosen[inputs.late.sources.tensor]
-        logits = self.model.forward(inputs, self.state_pool, self.kv_cache)
+        logits = self._forward(inputs)
         best = likeliest(logits)
         return StepResult(best, ReadBack(best), ReadBack(logits[wanted.tensor]))
+
+    def _forward(self, inputs: ModelInputs) -> torch.Tensor:
+        """Logits of `inputs.logit_rows`, from a graph if one holds these rows."""
+        if self.graphs is not None and self.graphs.takes(inputs):
+            return self.graphs.run(inputs)
+        self.num_eager_decodes += inputs.num_decodes > 0
+        return self._eager(inputs)
+
+    def _eager(self, inputs: ModelInputs) -> torch.Tensor:
+        return self.model.forward(inputs, self.state_pool, self.kv_cache)
 
     def _drafts(self, rows: list[ScheduledRow], reads: list[int]) -> list[list[int]]:
         """Guesses for each row; none for those that verify nothing."""

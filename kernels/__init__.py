@@ -11,7 +11,9 @@ IMPLEMENTATIONS = ("auto", "torch", "triton")
 DELTA_RULES = ("own", "fla")
 MATMULS = ("invariant", "library")
 
-Ops = SimpleNamespace  # the functions of `torch_ops.__all__`, each with the same signature
+# The functions of `torch_ops.__all__`, each with the same signature, and `can_capture`: whether
+# they read ids on the device alone, so that a graph can hold them.
+Ops = SimpleNamespace
 
 
 def ops_for(
@@ -70,4 +72,5 @@ def ops_for(
 
 
 def _namespace(module: ModuleType) -> Ops:
-    return Ops(**{name: getattr(module, name) for name in module.__all__})
+    functions = {name: getattr(module, name) for name in module.__all__}
+    return Ops(**functions, can_capture=module is not torch_ops)

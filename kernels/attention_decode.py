@@ -40,12 +40,10 @@ def decode_tiling(target: Target, dtype: torch.dtype) -> Tiling:
     return _DECODE_FLOAT32 if dtype == torch.float32 else _DECODE[target.name]
 
 
-def parts_of(kv_len: int) -> int:
-    """How many parts a sequence has; as `_part_rows`."""
-    rows = SPLIT
-    while cdiv(kv_len, rows) > MOST_PARTS:
-        rows *= 2
-    return cdiv(kv_len, rows)
+def most_parts_of(kv_len: int) -> int:
+    """How many parts a sequence of at most `kv_len` rows can have (just above SPLIT * MOST_PARTS
+    rows it has only half as many): what a graph for all lengths up to this one needs."""
+    return min(cdiv(kv_len, SPLIT), MOST_PARTS)
 
 
 @triton.jit
@@ -180,7 +178,7 @@ def attention_decode(
     tables = as_tables(block_tables, q.device).tensor
     lens = as_ids(kv_lens, "kv_lens", q.device).tensor
     (num_rows, heads, D), kv = q.shape, k_cache.shape[2]
-    num_parts = max(map(parts_of, as_list(kv_lens, "kv_lens")), default=0)
+    num_parts = most_parts_of(max(as_list(kv_lens, "kv_lens"), default=0))
     acc = torch.empty(num_rows, num_parts, heads, D, dtype=torch.float32, device=q.device)
     part_max, part_sum = (torch.empty(acc.shape[:3], device=q.device) for _ in range(2))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -26,7 +26,8 @@ def _integers(what: str, values: Iterable[object], bits: int) -> None:
 
 
 class Ids:
-    """A vector of ids: `host`, a tuple, and `tensor` [N] int64 on the device. Neither is to change.
+    """A vector of ids: `host`, a tuple, and `tensor` [N] int64 on the device. Neither is to change
+    (but see `of_buffer`).
 
     ValueError unless all are integers of 64 bits.
     """
@@ -37,6 +38,21 @@ class Ids:
         self.host = tuple(values)
         _integers("ids", self.host, 63)
         self.tensor = _upload(torch.tensor(self.host, dtype=torch.int64), device)
+
+    @classmethod
+    def of_buffer(cls, tensor: torch.Tensor, host: Sequence[int]) -> "Ids":
+        """Ids for the ops of a graph: `tensor` [N] int64 is filled before every replay, and `host`
+        stands for all of that, as the ops are launched for it: slots and places of padding, and
+        lengths as long as they can be. ValueError unless both have N.
+
+        Who fills the tensor checks the real ids.
+        """
+        right = tensor.dtype == torch.int64 and tensor.shape == (len(host),)
+        actual = f"{tensor.dtype} {list(tensor.shape)}"
+        require(right, "buffer of ids", f"int64 [{len(host)}]", actual)
+        self = cls.__new__(cls)
+        self.host, self.tensor = tuple(host), tensor
+        return self
 
     def __len__(self) -> int:
         return len(self.host)
@@ -61,6 +77,17 @@ class BlockTables:
         padded = [[*table, *[0] * (longest - len(table))] for table in self.host]
         host = torch.tensor(padded, dtype=torch.int32).view(len(padded), longest)
         self.tensor = _upload(host, device)
+
+    @classmethod
+    def of_buffer(cls, tensor: torch.Tensor) -> "BlockTables":
+        """As `Ids.of_buffer`, of tables [N, width] int32: rows of the padding block stand for all.
+        ValueError for anything else."""
+        right = tensor.dtype == torch.int32 and tensor.ndim == 2
+        actual = f"{tensor.dtype} {list(tensor.shape)}"
+        require(right, "buffer of block tables", "int32 [N, width]", actual)
+        self = cls.__new__(cls)
+        self.host, self.tensor = ((0,) * tensor.shape[1],) * tensor.shape[0], tensor
+        return self
 
     def __len__(self) -> int:
         return len(self.host)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 
+from kernels.recorded_graph import launch_observer
 from kernels.slot_rules import require
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -107,7 +108,11 @@ def launch(
     if recorded is not None:
         recorded[1].append(Launch(kernel, grid, args, constexprs, options))
         return
-    kernel[grid](*args, **constexprs, **options)
+    observer = launch_observer.get()
+    if observer is None:
+        kernel[grid](*args, **constexprs, **options)
+    else:
+        observer(functools.partial(kernel[grid], *args, **constexprs, **options))
 
 
 def require_runnable(device: torch.device) -> None:

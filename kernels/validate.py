@@ -201,7 +201,7 @@ def _tables(
     for row, (kv_len, table) in enumerate(zip(kv_lens, tables, strict=True)):
         needed = -(-kv_len // block_size)
         require(needed <= len(table), f"blocks of row {row}", f"at least {needed}", len(table))
-        for block in table[:needed]:
+        for block in dict.fromkeys(table[:needed]):  # a graph's placeholder is one block
             inside = 0 <= block < num_blocks
             require(inside, f"block of row {row}", f"in [0, {num_blocks})", block)
 
@@ -287,6 +287,26 @@ def _check_indices(num_rows: int, block_size: int, kv_indices: IdVector) -> None
 
 
 _kept_indices = functools.lru_cache(_KEPT_CHECKS)(_check_indices)
+
+
+def decode_ids(
+    kv_indices: Ids,
+    kv_lens: Ids,
+    block_tables: BlockTables,
+    read_slots: Ids,
+    write_slots: Ids,
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_slots: int,
+) -> None:
+    """All that the ops of a decode step, one token a row, check of their ids: for a graph, whose
+    ops see none of them."""
+    num_rows = len(kv_lens)
+    require(len(kv_indices) == num_rows, "number of K/V indices", num_rows, len(kv_indices))
+    _check_indices(num_blocks * block_size, block_size, kv_indices)
+    _check_decode(num_rows, num_blocks, block_size, kv_lens, block_tables)
+    _check_rows(num_rows, num_slots, read_slots, write_slots, None, None)
 
 
 def write_kv(

@@ -55,6 +55,7 @@ CACHE_TESTS = [
 ENGINE_TESTS = [
     "tests/engine/test_batch.py",
     "tests/engine/test_worker.py",
+    "tests/engine/test_decode_graphs.py",
     "tests/engine/test_config.py",
     "tests/engine/test_scheduler_preemption.py",
     "tests/engine/test_scheduler_reuse.py",
@@ -109,8 +110,11 @@ KERNEL_TESTS = {
         "interpreter/test_norms_and_gates.py",
         "interpreter/test_gated_delta_chunk.py",
     ],
+    "graphs": ["kernels/test_graphs.py"],
+    "recorded_graph": ["kernels/test_graphs.py"],
     "launch": [
         "interpreter/test_launch.py",
+        "kernels/test_graphs.py",
         "interpreter/test_norms_and_gates.py",
         "interpreter/test_matmul.py",
     ],

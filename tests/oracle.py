@@ -77,6 +77,7 @@ class OracleModel:
 
     dtype = torch.float32
     can_draft = True
+    can_capture = False
     state_shape = StateShape(
         num_layers=2,
         num_value_heads=1,

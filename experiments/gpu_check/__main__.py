@@ -3,9 +3,11 @@
     python -m experiments.gpu_check                       # one GPU, under five minutes
     TRITON_INTERPRET=1 python -m experiments.gpu_check    # no GPU: tiny shapes, no timings
 
-A: every op against float64. B: bits (cuts, neighbours, repeats; hit = miss through the engine).
-C: times as ratios to a copy, to others and to a roof. A part that raises is a failed part, and the
-next one runs; parts that no longer fit into the time are listed as not run.
+A: every op against float64.
+B: bits (cuts, neighbours, repeats; hit = miss through the engine; replayed graph = eager step).
+C: times as ratios to a copy, to others and to a roof.
+A part that raises is a failed part, and the next one runs; parts that no longer fit into the time
+are listed as not run.
 
 Exit status: 0, 1 if anything of A or B failed or was not run or C raised, 2 without a GPU.
 """
@@ -29,6 +31,7 @@ from experiments.gpu_check import (
     correctness,
     correctness_rows,
     engine,
+    graphs,
     timings,
     timings_dense,
     timings_model,
@@ -50,9 +53,9 @@ def all_parts() -> list[Part]:
     """In the order they run, most valuable first."""
     groups: list[tuple[str, dict[str, Run], float]] = [
         ("A", correctness.PARTS | correctness_rows.PARTS, 5.0),
-        ("B", bits.PARTS | bits_rows.PARTS | engine.PARTS, 8.0),
+        ("B", bits.PARTS | bits_rows.PARTS | engine.PARTS | graphs.PARTS, 8.0),
         ("C", timings.PARTS | timings_state.PARTS, 10.0),
-        ("C", timings_dense.PARTS | timings_model.PARTS, 12.0),
+        ("C", timings_dense.PARTS | timings_model.PARTS | graphs.TIMES, 12.0),
     ]
     return [
         Part(group, name, run, seconds)

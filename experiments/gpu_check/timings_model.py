@@ -24,6 +24,18 @@ CHECKPOINT, LIVE = 1, 2
 
 def model(bench: Bench) -> None:
     """Decode steps, and the first step after a hit in both restore modes."""
+    times = bench.sizes.times
+    built, pool, kv_cache = timed_model(bench)
+    _hit(bench, built, pool, kv_cache)
+    for rows in times.model_rows:
+        inputs = decode_inputs(bench, rows=rows, kv_len=times.model_kv_len)
+        call = partial(built.forward, inputs, pool, kv_cache)
+        name = f"decode step of {rows} at {times.model_kv_len}, {times.layers} layers"
+        report(bench, name, call, step_bytes(bench, built, pool, rows))
+
+
+def timed_model(bench: Bench) -> tuple[Qwen35Model, StatePool, torch.Tensor]:
+    """The model that is timed, a state pool and a K/V cache, all of them random."""
     s, times = bench.sizes, bench.sizes.times
     config = make_config(
         times.model,
@@ -40,15 +52,15 @@ def model(bench: Bench) -> None:
     pool.states.normal_(std=0.1, generator=bench.generator)
     pool.windows.normal_(generator=bench.generator)
     kv_cache.normal_(generator=bench.generator)
-    _hit(bench, built, pool, kv_cache)
+    return built, pool, kv_cache
+
+
+def step_bytes(bench: Bench, built: Qwen35Model, pool: StatePool, rows: int) -> int:
+    """What a decode step moves at least: weights, states and K/V."""
     weight_bytes = sum(tensor.numel() * tensor.itemsize for tensor in _matrices(built))
-    for rows in times.model_rows:
-        inputs = decode_inputs(bench, rows=rows, kv_len=kv_len)
-        state_bytes = 2 * rows * pool.shape.states_bytes
-        kv_bytes = rows * kv_len * config.kv_bytes_per_token(s.dtype.itemsize)
-        call = partial(built.forward, inputs, pool, kv_cache)
-        name = f"decode step of {rows} at {kv_len}, {times.layers} layers"
-        _report(bench, name, call, weight_bytes + state_bytes + kv_bytes)
+    kv_len, itemsize = bench.sizes.times.model_kv_len, bench.sizes.dtype.itemsize
+    kv_bytes = rows * kv_len * built.config.kv_bytes_per_token(itemsize)
+    return weight_bytes + 2 * rows * pool.shape.states_bytes + kv_bytes
 
 
 def _matrices(built: Qwen35Model) -> list[torch.Tensor]:
@@ -59,7 +71,7 @@ def _matrices(built: Qwen35Model) -> list[torch.Tensor]:
     return [linear._weight for linear in linears]
 
 
-def _report(bench: Bench, name: str, call: partial, num_bytes: int) -> None:
+def report(bench: Bench, name: str, call: partial, num_bytes: int) -> None:
     """Seconds on the device, launches enqueued before, and seconds on the wall."""
     with launched() as names:
         call()

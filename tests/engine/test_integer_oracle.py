@@ -30,7 +30,13 @@ SALTS = ["", "tenant"]
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Any order of requests, steps, aborts, failures, evictions and preemptions."""
+    """Any order of requests, steps, aborts, failures, evictions and preemptions.
+
+    model_type, graphs: another model for the same oracle, and whether decode steps are replayed.
+    """
+
+    model_type = OracleModel
+    graphs = False
 
     @initialize(
         stride=st.sampled_from([64, 128]),
@@ -62,7 +68,8 @@ class EngineMachine(RuleBasedStateMachine):
         stream,
     ):
         """stream: of overlapping steps; None: they don't overlap."""
-        self.model = OracleModel()
+        drafts = 0 if self.graphs else drafts
+        self.model = self.model_type()
         self.model.guesses_right = lambda position: position % period != 0 or period == 1
         config = EngineConfig(
             chunk_stride=stride,
@@ -76,6 +83,8 @@ class EngineMachine(RuleBasedStateMachine):
             restore=restore,
             enable_prefix_caching=caching,
             overlap=stream is not None,
+            cuda_graphs=self.graphs,
+            max_model_len=600 if self.graphs else None,
         )
         self.llm = LLM.from_model(self.model, config)
         if config.overlaps:
@@ -92,6 +101,10 @@ class EngineMachine(RuleBasedStateMachine):
             return issue(batch if hook is None else hook(batch), *before)
 
         self.llm.worker.issue = issue_with_hook  # type: ignore[method-assign]
+        self.started()
+
+    def started(self):
+        """For machines that change more."""
 
     # ---- rules
 

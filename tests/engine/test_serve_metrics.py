@@ -39,8 +39,10 @@ def metrics(server):
 def test_every_statistic_is_exported_with_its_value(server, metrics):
     stats = server.stats()["engine"]
     counters = "queries hits tokens_reused tokens_prefilled tokens_prefilled_idle cold_starts"
-    for name in [*counters.split(), "preemptions", "tokens_drafted", "tokens_accepted"]:
+    counters += " preemptions tokens_drafted tokens_accepted decodes_replayed decodes_eager"
+    for name in counters.split():
         assert metrics[f"warmstate_{name}_total", None] == stats[name]
+    assert stats["decodes_eager"] > 0
     for noun, states in (("slots", "live checkpoint free"), ("blocks", "in_use cached free")):
         for state in states.split():
             assert metrics[f"warmstate_{noun}", state] == stats[f"{noun}_{state}"]

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.decode_graphs import DecodeGraphs
 from experiments.gpu_check import __main__ as gpu_check
-from experiments.gpu_check import children, parts, timings
-from experiments.gpu_check.__main__ import all_parts, main
-from experiments.gpu_check.engine import launched, num_copies
+from experiments.gpu_check import children, graphs, parts, timings
+from experiments.gpu_check.__main__ import all_parts, main, quiet_interpreter
+from experiments.gpu_check.engine import Reference, launched, num_copies
 from experiments.gpu_check.parts import NEEDS_GPU, NOT_RUN, Budget, Part, run_all, verdict
 from experiments.gpu_check.setup import Bench, Pool, alike_rows, nan_outputs, same_bits
 from experiments.gpu_check.sizes import TINY
@@ -142,6 +143,21 @@ def test_a_matmul_whose_rows_depend_on_their_number_fails_the_bits(monkeypatch, 
     status, content = run(tmp_path, "matmul", "bits of rows")
     assert status == 1
     assert statuses(content) == {"matmul": "passed", "bits of rows": "failed"}
+
+
+def test_graphs_whose_padding_follows_the_last_step_are_seen(monkeypatch, bench):
+    """trap 17, as the check of a GPU finds it."""
+    fill = DecodeGraphs._fill
+
+    def rows_alone(self, inputs, size):
+        self._padding = self._ids
+        fill(self, inputs, size)
+
+    monkeypatch.setattr(DecodeGraphs, "_fill", rows_alone)
+    with torch.inference_mode(), quiet_interpreter():
+        graphs._steps(bench, Reference(bench).model)
+    failed = {check.name for check in bench.checks if not check.passed}
+    assert failed == {"5 rows after 1: all slots", "5 rows after 1: all blocks"}
 
 
 def test_a_copy_of_half_a_slot_is_seen(monkeypatch, tmp_path):

@@ -31,6 +31,26 @@ def test_block_tables_are_padded_with_the_padding_block():
     assert BlockTables([]).tensor.shape == (0, 0)
 
 
+def test_ids_of_a_buffer_are_what_they_stand_for_on_the_host_and_the_buffer_itself():
+    buffer = torch.zeros(2, dtype=torch.int64)
+    ids = Ids.of_buffer(buffer, [7, 9])
+    assert ids.host == (7, 9) and ids.tensor is buffer and len(ids) == 2
+    assert as_ids(ids, "x", CPU) is ids
+    rows = torch.ones(3, 2, dtype=torch.int32)
+    tables = BlockTables.of_buffer(rows)
+    assert tables.host == ((0, 0),) * 3 and tables.tensor is rows and len(tables) == 3
+
+
+def test_buffers_that_an_op_would_misread_are_refused():
+    whole = torch.zeros(2, dtype=torch.int64)
+    for tensor, host in ((whole, [1]), (whole.int(), [1, 2]), (whole.view(2, 1), [1, 2])):
+        with pytest.raises(ValueError, match="buffer of ids: expected int64"):
+            Ids.of_buffer(tensor, host)
+    for tensor in (whole, whole.view(1, 2)):
+        with pytest.raises(ValueError, match=r"buffer of block tables: expected int32 \[N, width"):
+            BlockTables.of_buffer(tensor)
+
+
 def test_ids_on_another_device_are_refused():
     with pytest.raises(ValueError, match="device of read_slots: expected cpu, got meta"):
         as_ids(Ids([1], META), "read_slots", CPU)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels import reference, torch_ops, validate
+from kernels.ids import BlockTables, Ids
 from tests.kernels.packs import normal
 
 OPS = pytest.mark.parametrize("ops", [reference, torch_ops], ids=["reference", "torch_ops"])
@@ -262,3 +263,35 @@ def test_a_window_longer_than_a_chunk_is_refused_before_a_slot_is_written():
     with pytest.raises(ValueError, match=r"conv width: expected in \[1, 64\], got 65"):
         torch_ops.causal_conv_prefill(x, weight, windows, **pack)
     assert not windows.any()
+
+
+def decode_ids(**changed):
+    ids = dict(
+        kv_indices=Ids([5, 9]),
+        kv_lens=Ids([2, 2]),
+        block_tables=BlockTables([[1], [2]]),
+        read_slots=Ids([1, 3]),
+        write_slots=Ids([2, 3]),
+    )
+    validate.decode_ids(**(ids | changed), num_blocks=3, block_size=4, num_slots=4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"kv_indices": Ids([5])}, "number of K/V indices: expected 2, got 1"),
+        ({"kv_indices": Ids([5, 5])}, "K/V index: expected used once, got 5"),
+        ({"kv_indices": Ids([5, 12])}, r"K/V index: expected in \[0, 12\), got 12"),
+        ({"kv_lens": Ids([2])}, "number of K/V indices: expected 1, got 2"),
+        ({"kv_lens": Ids([2, 5])}, "blocks of row 1: expected at least 2, got 1"),
+        ({"block_tables": BlockTables([[1]])}, "number of block tables: expected 2, got 1"),
+        ({"block_tables": BlockTables([[1], [3]])}, r"block of row 1: expected in \[0, 3\), got 3"),
+        ({"write_slots": Ids([2, 2])}, "writers of slot 2"),
+        ({"write_slots": Ids([2, 4])}, "write slot of row 1"),
+        ({"read_slots": Ids([1])}, "number of read slots: expected 2, got 1"),
+    ],
+)
+def test_ids_of_a_step_for_a_graph_are_checked_as_the_ops_would(changed, message):
+    decode_ids()
+    with pytest.raises(ValueError, match=message):
+        decode_ids(**changed)
