@@ -1,12 +1,13 @@
 """Does a prefix-cache hit reach the client, and without a changed token?
 
 Starts the server itself: once with caching off, once with each way to restore, and with overlapping
-steps and drafts, alone and together. OpenAI's own package
-asks over HTTP, by one client and then by many, in streams. The answers that one client gets without
-caching are the reference: every other exact answer must have their tokens. One by one, each request
-must resume where the placement rules say; a conversation whose answers were prefilled in idle time
-may resume later. GuideLLM, where it is installed, asks about the same document. At the end of each
-server nothing may be held, and its counters must be what the clients counted.
+steps, drafts and CUDA graphs, alone and together (without a GPU recorded graphs, interpreted and
+few). OpenAI's own package asks over HTTP, by one client and then by many, in streams. The answers
+that one client gets without caching are the reference: every other exact answer must have their
+tokens. One by one, each request must resume where the placement rules say; a conversation whose
+answers were prefilled in idle time may resume later. GuideLLM, where it is installed, asks about
+the same document. At the end of each server nothing may be held, and its counters must be what the
+clients counted.
 
     python -m experiments.regression
     python -m experiments.regression --small
@@ -15,11 +16,9 @@ Exit status: 0, 1 if an answer, a boundary or a counter is wrong, 2 for a refuse
 """
 
 import argparse
-import asyncio
 import sys
 import time
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from openai import OpenAIError
 
@@ -29,16 +28,18 @@ from experiments.command_line import new_parser, question
 from experiments.console import console
 from experiments.options import count
 from experiments.outcome import asked, publish, remove_results
-from experiments.regression_checks import (
-    book_errors,
-    differences,
-    expected_boundaries,
-    prompts_of,
-    wrong_boundaries,
+from experiments.regression_graphs import (
+    GRAPH_SERVERS,
+    INTERPRETED,
+    RECORDED_CLIENTS,
+    RECORDED_SERVERS,
+    RECORDED_SIZES,
+    on_gpu,
+    recorded,
 )
-from experiments.regression_clients import Phase, run_phase
-from experiments.regression_guidellm import GuideFailed, installed, run_guidellm
+from experiments.regression_guidellm import installed
 from experiments.regression_options import positive
+from experiments.regression_passes import OneServer, Run, finish
 from experiments.regression_report import (
     CONCURRENT,
     SERIAL,
@@ -48,9 +49,9 @@ from experiments.regression_report import (
     table,
     turn_table,
 )
-from experiments.regression_rows import OFF, Row, guided_row, phase_row, turn_rows, with_ratios
+from experiments.regression_rows import OFF, with_ratios
 from experiments.regression_server import ServerProcess
-from experiments.regression_workloads import SHARED, TALKS, Sizes, Workload, make_workloads
+from experiments.regression_workloads import Sizes, make_workloads
 
 QUESTION = question(__doc__)
 SMALL = Sizes(
@@ -74,115 +75,19 @@ SERVERS = {
 }
 GUIDED = (OFF, "copy", "redirect")
 GUIDED_IF_SMALL = (OFF, "redirect")  # GuideLLM takes its time to start
-MOST_TOLD = 5  # failures of one pass
 IDLE_OFF = ("--restore", "redirect", "--no-idle-prefill")
 
 
-@dataclass
-class Run:
-    """What has been found so far. references: by workload."""
-
-    options: argparse.Namespace
-    tokenizer: Tokenizer
-    workloads: list[Workload]
-    guidellm: bool
-    references: dict[str, Phase] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-    turns: list[Row] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-    @property
-    def talks(self) -> Workload:
-        [talks] = [workload for workload in self.workloads if workload.name == TALKS]
-        return talks
-
-    def blame(self, where: str, found: list[str]) -> None:
-        """Note failures with the place where they were seen, the first ones in full."""
-        self.failures += [f"{where}: {each}" for each in found[:MOST_TOLD]]
-        if len(found) > MOST_TOLD:
-            self.failures.append(f"{where}: and {len(found) - MOST_TOLD} more")
-
-
-class OneServer:
-    """All that is asked of one server while it runs."""
-
-    def __init__(self, run: Run, name: str, server: ServerProcess) -> None:
-        self.run, self.name, self.server = run, name, server
-        self.cached_tokens: list[int] = []  # of every answer it gave
-
-    def ask(self, workload: Workload, salt: str, **how: Any) -> Phase:
-        """One pass of a workload on an empty namespace."""
-        server = self.server
-        phase = asyncio.run(
-            run_phase(server.url, server.model, workload, salt=f"{self.name} {salt}", **how)
-        )
-        self.cached_tokens += [answer.cached_tokens for answer in phase.answers.values()]
-        return phase
-
-    def warm_up(self) -> None:
-        """Let both sides do what they do only once."""
-        for workload in self.run.workloads:
-            few = replace(workload, priming=workload.priming[:1], lanes=workload.lanes[:1])
-            self.ask(few, f"warm-up {workload.name}", clients=1)
-
-    def measure(self, workload: Workload, mode: str) -> None:
-        """A row, and what is wrong about it."""
-        run, where = self.run, f"caching {self.name}, {mode}, {workload.name}"
-        clients = 1 if mode == SERIAL else run.options.clients
-        phase = self.ask(workload, f"{mode} {workload.name}", clients=clients)
-        reference = run.references.setdefault(workload.name, phase)
-        differing = differences(reference, phase)
-        run.blame(where, [f"{name}: {how}" for name, how in differing.items()])
-        expected = self._check_boundaries(workload, phase, where, strict=mode == SERIAL)
-        labels = {"server": self.name, "mode": mode, "clients": clients}
-        run.rows.append(phase_row(workload, phase, expected, differing, **labels))
-
-    def _check_boundaries(
-        self, workload: Workload, phase: Phase, where: str, *, strict: bool
-    ) -> dict[str, int]:
-        prompts = prompts_of(self.run.tokenizer, workload, phase)
-        expected = expected_boundaries(workload, prompts)
-        if self.name == OFF:
-            expected = dict.fromkeys(expected, 0)
-        if strict:
-            later = workload.name == TALKS and "--no-idle-prefill" not in self.server.options
-            self.run.blame(where, wrong_boundaries(phase, prompts, expected, may_be_later=later))
-        return expected
-
-    def converse(self, setting: str, *, exact: bool) -> None:
-        """The conversations with time to think, turn by turn."""
-        run, talks = self.run, self.run.talks
-        think = run.options.think_seconds
-        phase = self.ask(talks, setting, clients=1, exact=exact, think_seconds=think)
-        differing = differences(run.references[TALKS], phase)
-        where = f"conversations, {setting}"
-        if exact:
-            run.blame(where, [f"{name}: {how}" for name, how in differing.items()])
-        expected = self._check_boundaries(talks, phase, where, strict=exact)
-        labels = {"setting": setting, "exact": exact, "server": self.name}
-        run.turns += turn_rows(talks, phase, expected, differing, **labels)
-
-    def guide(self, mode: str) -> None:
-        """GuideLLM on the shared prefix, which our client has made known before."""
-        [workload] = [each for each in self.run.workloads if each.name == SHARED]
-        clients = 1 if mode == SERIAL else self.run.options.clients
-        *first, last = workload.priming
-        known = replace(workload, priming=tuple(first), lanes=((last,),))
-        self.ask(known, f"GuideLLM {mode}", clients=1)
-        salt = f"{self.name} GuideLLM {mode}"
-        try:
-            guided = run_guidellm(self.server, workload, clients=clients, salt=salt)
-        except GuideFailed as error:
-            self.run.blame(f"caching {self.name}, {mode}", [str(error)])
-            return
-        self.cached_tokens += guided.cached_tokens
-        labels = {"server": self.name, "mode": mode, "clients": clients}
-        self.run.rows.append(guided_row(workload, guided, **labels))
+def servers() -> dict[str, tuple[str, ...]]:
+    """Options by name. With a GPU all run there, and some with graphs."""
+    if not on_gpu():
+        return SERVERS
+    return {name: ("--device", "cuda", *how) for name, how in (SERVERS | GRAPH_SERVERS).items()}
 
 
 def serve(run: Run, name: str) -> None:
-    """Everything of one of SERVERS."""
-    with ServerProcess(*SERVERS[name], threads=run.options.threads) as server:
+    """Everything of one of `servers`."""
+    with ServerProcess(*servers()[name], threads=run.options.threads) as server:
         one = OneServer(run, name, server)
         one.warm_up()
         for mode in (SERIAL, CONCURRENT):
@@ -206,10 +111,19 @@ def converse_without_idle_prefill(run: Run) -> None:
         finish(run, one)
 
 
-def finish(run: Run, one: OneServer) -> None:
-    """Compare the books and end the server."""
-    run.blame(f"caching {one.name}", book_errors(one.server, one.cached_tokens))
-    run.blame(f"caching {one.name}", one.server.stop())
+def ask_recorded_graphs(run: Run) -> None:
+    """The servers with graphs where there is no GPU, and their reference."""
+    options = argparse.Namespace(**vars(run.options) | {"clients": RECORDED_CLIENTS})
+    workloads = recorded(make_workloads(run.tokenizer, RECORDED_SIZES))
+    few = Run(options, run.tokenizer, workloads, guidellm=False, failures=run.failures)
+    for name, how in RECORDED_SERVERS.items():
+        with ServerProcess(*how, threads=options.threads, environment=INTERPRETED) as server:
+            one = OneServer(few, name, server)
+            for mode in (SERIAL,) if name == OFF else (SERIAL, CONCURRENT):
+                for workload in workloads:
+                    one.measure(workload, mode)
+            finish(few, one)
+    run.recorded = few.rows
 
 
 def scaled(sizes: Sizes, scale: float) -> Sizes:
@@ -244,11 +158,14 @@ def main(argv: list[str] | None = None) -> int:
     remove_results(options.json)
     start = time.perf_counter()
     try:
-        for name in SERVERS:
+        for name in servers():
             console().print(f"regression: the server with caching {name}")
             serve(run, name)
         console().print("regression: the server without idle prefill")
         converse_without_idle_prefill(run)
+        if not (on_gpu() or options.small):
+            console().print("regression: the servers with graphs, recorded")
+            ask_recorded_graphs(run)
     except* (OpenAIError, RuntimeError, OSError) as errors:
         run.failures += [f"{type(error).__name__}: {error}" for error in errors.exceptions]
     return report(run, options, sizes, time.perf_counter() - start)
@@ -260,13 +177,16 @@ def report(run: Run, options: argparse.Namespace, sizes: Sizes, took: float) -> 
     console().print(table(rows))
     console().print(turn_table(run.turns))
     guidellm = "ran" if run.guidellm else "not run"
-    console().print(f"GuideLLM: {guidellm}. {took:.0f} s in all.")
+    graphs = "captured" if on_gpu() else "recorded" if run.recorded else "not run"
+    console().print(f"GuideLLM: {guidellm}. Graphs: {graphs}. {took:.0f} s in all.")
     results = {
         "question": QUESTION,
-        "conclusion": None if run.failures else conclusion(rows, run.turns),
+        "conclusion": None if run.failures else conclusion(rows, run.turns, run.recorded),
         "rows": rows,
         "conversations": run.turns,
         "guidellm": guidellm,
+        "graphs": graphs,
+        "recorded_graphs": run.recorded,
         "seconds": took,
         "sizes": vars(sizes),
         "options": asked(options),

@@ -104,7 +104,7 @@ def find(rows: Sequence[Row], workload: str, mode: str, server: str, client: str
     raise KeyError(f"no pass {wanted}")
 
 
-def conclusion(rows: Sequence[Row], turns: Sequence[Row]) -> str:
+def conclusion(rows: Sequence[Row], turns: Sequence[Row], recorded: Sequence[Row] = ()) -> str:
     """One sentence; only for a run without failures."""
 
     def sooner(workload: str) -> list[float]:
@@ -117,13 +117,15 @@ def conclusion(rows: Sequence[Row], turns: Sequence[Row]) -> str:
     outputs = sum(row.get("outputs", 0) for row in rows if row["server"] != OFF)
     outputs += sum(row["conversations"] for row in turns if row["exact"])
     loose = [row for row in turns if not row["exact"]]
+    graphed = sum(row["outputs"] for row in recorded if row["server"] != OFF)
+    also = f" (and {graphed} from recorded graphs)" if graphed else ""
     return (
         f"{'Yes' if min(shared) > 1 else 'No'}: at the client the median first token on a shared "
         f"prefix comes {one} times sooner than without caching with one client and {many} times "
         f"with {clients} ({', '.join(others)}; nothing to reuse "
         f"{' and '.join(map(_factor, sooner(OWN)))}), and all {outputs} exact answers with caching "
-        "have the tokens and log-probabilities of a serial run without it; a conversation's turn "
-        f"recomputes {_recomputed(turns)} tokens, and of "
+        f"have the tokens and log-probabilities of a serial run without it{also}; a conversation's "
+        f"turn recomputes {_recomputed(turns)} tokens, and of "
         f"{sum(row['conversations'] for row in loose)} answers not asked to be exact "
         f"{sum(row['outputs_that_differ'] for row in loose)} differ."
     )

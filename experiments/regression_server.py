@@ -10,8 +10,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 COMMAND = (sys.executable, "-m", "engine.serve")
@@ -39,9 +39,12 @@ class ServerProcess:
     model, url: what its ready line says. Raises RuntimeError when it does not start.
     """
 
-    def __init__(self, *options: str, threads: int = 1) -> None:
+    def __init__(
+        self, *options: str, threads: int = 1, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """environment: variables of the process besides those of this one."""
+        self._environment = _ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)} | dict(environment)
         self.options = ("--port", "0", "--host", "127.0.0.1", "--threads", str(threads), *options)
-        self._threads = threads
 
     def __enter__(self) -> "ServerProcess":
         self._log = tempfile.TemporaryFile("w+")
@@ -50,7 +53,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=os.environ | _ENVIRONMENT | {"OMP_NUM_THREADS": str(self._threads)},
+            env=os.environ | self._environment,
         )
         try:
             self.model, self.url = self._ready()

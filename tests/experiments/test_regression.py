@@ -9,7 +9,7 @@ import pytest
 from engine.builtin import BUILTIN_MODEL_DIR
 from engine.tokenizer import Tokenizer
 from experiments import regression, regression_clients
-from experiments.regression import OneServer, Run, main, report
+from experiments.regression import main, report
 from experiments.regression_checks import (
     book_errors,
     difference,
@@ -19,7 +19,9 @@ from experiments.regression_checks import (
 )
 from experiments.regression_clients import Answer, Phase
 from experiments.regression_expected import Placement
+from experiments.regression_graphs import replay_errors
 from experiments.regression_guidellm import GuideFailed, read_report
+from experiments.regression_passes import OneServer, Run
 from experiments.regression_report import CONCURRENT, MODES, SERIAL, WORKLOADS
 from experiments.regression_rows import percentile, phase_row, turn_rows, with_ratios
 from experiments.regression_server import ServerProcess
@@ -282,7 +284,12 @@ def fakes(monkeypatch):
     def converse(run):
         run.turns += [turn_of("exact", True), turn_of("loose", False)]
 
+    def ask_recorded_graphs(run):
+        run.recorded += [{"server": name, "outputs": 4} for name in ("off", "graphs")]
+
     monkeypatch.setattr(regression, "serve", serve)
+    monkeypatch.setattr(regression, "ask_recorded_graphs", ask_recorded_graphs)
+    monkeypatch.setattr(regression, "on_gpu", lambda: False)
     monkeypatch.setattr(regression, "converse_without_idle_prefill", converse)
     monkeypatch.setattr(regression, "make_workloads", lambda *_: [])
 
@@ -312,6 +319,27 @@ def test_the_sentence_at_the_end_has_the_ratio_and_the_chart_is_drawn_again(
     drawn = picture.read_bytes()
     regression.draw(content, picture)
     assert picture.read_bytes() == drawn and drawn.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_graphs_are_asked_everything_on_a_gpu_and_recorded_ones_a_little(
+    fakes, monkeypatch, tmp_path, gpu
+):
+    monkeypatch.setattr(regression, "on_gpu", lambda: gpu)
+    path = tmp_path / "x.json"
+    assert main(["--no-guidellm", "--json", str(path)]) == 0
+    content = json.loads(path.read_text())
+    asked = {row["server"] for row in content["rows"]}
+    assert ({"graphs", "graphs, overlap"} <= asked) == gpu
+    assert content["graphs"] == ("captured" if gpu else "recorded")
+    assert ("(and 4 from recorded graphs)" in content["conclusion"]) != gpu
+    options = regression.servers()["overlap"]
+    assert ("cuda" in options) == gpu and "--overlap" in options
+
+
+@pytest.mark.parametrize(("replayed", "eager", "wrong"), [(9, 2, 0), (0, 0, 1), (3, 4, 1)])
+def test_a_server_that_hardly_uses_its_graphs_is_a_failure(replayed, eager, wrong):
+    assert len(replay_errors({"decodes_replayed": replayed, "decodes_eager": eager})) == wrong
 
 
 def test_a_server_that_does_not_start_fails_the_run(fakes, monkeypatch, tmp_path, capsys):
