@@ -90,6 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
         if config.overlaps:
             self.llm.worker.stream = stream()
         self.prompts: dict[str, tuple[list[int], int]] = {}
+        self.stops: dict[str, tuple[int, ...]] = {}
         self.states_by_key: dict[bytes, list[int]] = {}
         self.rows_by_key: dict[bytes, list[int]] = {}
         self.before_issue: Callable[[Batch], Batch] | None = None
@@ -112,15 +113,18 @@ class EngineMachine(RuleBasedStateMachine):
         base=st.integers(0, 2),
         shared=st.integers(0, 330),
         suffix=st.lists(st.integers(0, 250), min_size=1, max_size=70),
-        max_tokens=st.integers(1, 6),
+        max_tokens=st.integers(1, 9),
+        stop_at=st.sampled_from([None, None, 1, 2, 3, 5]),
         salt=st.sampled_from(SALTS),
         exact=st.booleans(),
         background=st.sampled_from([False, False, True]),
     )
-    def add(self, base, shared, suffix, max_tokens, salt, exact, background):
+    def add(self, base, shared, suffix, max_tokens, stop_at, salt, exact, background):
+        """stop_at: the answer's token of this number ends it, wherever it comes."""
         prompt = BASES[base][:shared] + suffix
         with suppress(ValueError):  # longer than this pool can ever hold
-            params = SamplingParams(temperature=0, max_tokens=max_tokens)
+            stop = () if stop_at is None else (expected_output(prompt, stop_at)[-1],)
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=stop)
             points = [shared, len(prompt)] if background else [shared]
             self._add(prompt, params, salt, exact=exact, background=background, save_points=points)
 
@@ -281,6 +285,7 @@ class EngineMachine(RuleBasedStateMachine):
         request_id = f"r{len(self.prompts)}"
         self.llm.add_request(prompt, params, request_id=request_id, cache_salt=salt, **options)
         self.prompts[request_id] = (prompt, params.max_tokens)
+        self.stops[request_id] = params.stop_token_ids
         self._remember(prompt + expected_output(prompt, params.max_tokens), salt)
 
     def _remember(self, prompt: list[int], salt: str) -> None:
@@ -327,9 +332,12 @@ class EngineMachine(RuleBasedStateMachine):
         for output in outputs:
             prompt, max_tokens = self.prompts[output.request_id]
             want = expected_output(prompt, max_tokens)
+            stops = [i for i, token in enumerate(want) if token in self.stops[output.request_id]]
+            want = want[: stops[0] + 1] if stops else want
             assert output.token_ids == want[: len(output.token_ids)]
-            if output.finish_reason == "length":
+            if output.finish_reason != "abort" and output.finished:
                 assert output.token_ids == want
+                assert output.finish_reason == ("stop" if stops else "length")
 
 
 TestEngineMachine = EngineMachine.TestCase
