@@ -50,6 +50,8 @@ class CachedSequence:
     scratch: slots that the running step leaves the state after each of its tokens in, where it
         verifies drafts; one reference each.
     decode_checkpoint: (key, slot) of the decode state it published last; no reference.
+    branch_boundary: where it leaves what others computed; 0: nowhere.
+    resumed_boundary: of the checkpoint that it went on from; 0: none.
     was_noted: the eviction policy was told of this request.
     """
 
@@ -81,6 +83,7 @@ class CachedSequence:
         self.scratch: list[int] = []
         self.decode_checkpoint: tuple[PrefixHash, int] | None = None
         self.branch_boundary = 0
+        self.resumed_boundary = 0
         self.was_noted = False
 
     @property
@@ -109,6 +112,7 @@ class CachedSequence:
         self.scratch = []
         self.decode_checkpoint = None
         self.branch_boundary = 0
+        self.resumed_boundary = 0
 
     def append_token(self, token_id: int) -> None:
         self.token_ids.append(token_id)

@@ -153,6 +153,7 @@ class CompositeBlockManager:
             seq.provenance = Provenance.DECODE
         if jump:
             seq.num_computed_tokens = match.boundary
+            seq.resumed_boundary = match.boundary
             seq.num_published_blocks = match.boundary // self.kv.block_size
         return True
 
@@ -219,7 +220,7 @@ class CompositeBlockManager:
         self.kv.release(seq)
         seq.num_computed_tokens = 0
         seq.provenance = Provenance.PREFILL
-        seq.branch_boundary = 0
+        seq.branch_boundary = seq.resumed_boundary = 0
 
     def check(self, sequences: Iterable[CachedSequence]) -> None:
         """Invariants of both leaves, and that every reference is held by one of these sequences."""

@@ -257,8 +257,10 @@ class LinearStateBlockManager:
         if end > seq.num_prompt_tokens:  # a decode step
             on_grid = end % self.chunk_stride == 0
             return {end: Kind.TIP} if on_grid and not seq.exact else {}
-        last = (seq.num_prompt_tokens - 1) // self.chunk_stride * self.chunk_stride
-        found = self.placement.boundaries(start, end, Prompt(last, seq.branch_boundary))
+        prompt = Prompt(
+            seq.num_prompt_tokens, self.chunk_stride, seq.branch_boundary, seq.resumed_boundary
+        )
+        found = self.placement.boundaries(start, end, prompt)
         for point in seq.save_points:
             if start < point <= end and point % self.chunk_stride == 0:
                 found[point] = Kind.TIP

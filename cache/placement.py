@@ -1,20 +1,38 @@
 """Which boundaries of a prompt become checkpoints?"""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from cache.eviction import Kind
 
+SPARSE = "prompt_end(64)+branch+comb(8192)"
+"""Where slots are few: `experiments.policies` says what it is worth."""
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """end: the last grid boundary below the final token. branch: where it leaves a path that
-    another prompt took, as far as its K/V is cached; 0: nowhere. Both in tokens, on the grid."""
+    """What a placement knows of a prompt. All in tokens.
 
-    end: int
-    branch: int
+    stride: of the grid. branch: where it leaves a path that another prompt took, as far as its K/V
+    is cached; 0: nowhere. resumed: the boundary of the state it went on from; 0: none.
+    """
+
+    num_tokens: int
+    stride: int
+    branch: int = 0
+    resumed: int = 0
+
+    def last_boundary(self, before: int = 0) -> int:
+        """The last grid boundary below the final token and not above the `before` last ones.
+
+        Of a prompt too short for that, the last one below its final token.
+        """
+        final = max(0, self.num_tokens - 1)
+        return self._down(max(0, final - before)) or self._down(final)
+
+    def _down(self, num_tokens: int) -> int:
+        return num_tokens // self.stride * self.stride
 
 
 class Placement(Protocol):
@@ -39,18 +57,32 @@ class Every:
 
 @dataclass(frozen=True)
 class PromptEnd:
-    """At the last grid boundary below the final token: the same prompt again costs one stride."""
+    """At the last grid boundary below the final token: the same prompt again costs one stride.
+
+    before: so many tokens above it, at least. The next turn often replaces the last few tokens (a
+    template's cue to answer, a reminder): a state that holds them is of no use to it.
+    """
+
+    before: int = 0
 
     def boundaries(self, start: int, end: int, prompt: Prompt) -> dict[int, Kind]:
-        return {prompt.end: Kind.TIP} if start < prompt.end <= end else {}
+        last = prompt.last_boundary(self.before)
+        return {last: Kind.TIP} if start < last <= end else {}
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Where prompts part: the next one with this prefix finds a state there."""
+    """Where prompts part: the next one with this prefix finds a state there.
+
+    apart: unless the prompt resumes no more than so many tokens above. Every turn does that whose
+    predecessor saved its state before its end.
+    """
+
+    apart: int = 0
 
     def boundaries(self, start: int, end: int, prompt: Prompt) -> dict[int, Kind]:
-        return {prompt.branch: Kind.BRANCH} if start < prompt.branch <= end else {}
+        gains = prompt.branch - prompt.resumed > self.apart
+        return {prompt.branch: Kind.BRANCH} if gains and start < prompt.branch <= end else {}
 
 
 @dataclass(frozen=True)
@@ -66,32 +98,57 @@ class Combined:
         return found
 
 
-def combined(every: int | None, *, prompt_end: bool = True, branch: bool = True) -> Combined:
-    """The usual ones together. every: tokens; None: none on the way."""
+def combined(
+    every: int | None, *, prompt_end: bool = True, branch: bool = True, before: int = 0
+) -> Combined:
+    """The usual ones together. every: tokens; None: none on the way. before: see `PromptEnd`."""
     parts: list[Placement] = [] if every is None else [Every(every)]
-    parts += [Branch()] if branch else []
-    parts += [PromptEnd()] if prompt_end else []
+    parts += [Branch(before)] if branch else []
+    parts += [PromptEnd(before)] if prompt_end else []
     return Combined(tuple(parts))
 
 
-_RULE = "must be prompt_end, branch, every(N) and comb(N), N a multiple of chunk_stride, with '+'"
+_RULE = (
+    "must be prompt_end, prompt_end(TOKENS), branch, every(N) and comb(N), N a multiple of "
+    "chunk_stride, with '+'"
+)
 
 
 def parse_placement(text: str, chunk_stride: int) -> Combined:
-    """A placement of its name, as "prompt_end+branch+comb(8192)"; ValueError for another text.
+    """A placement of its name, as "prompt_end(64)+branch+comb(8192)"; ValueError for another text.
 
-    every(N) and comb(N) are the same.
+    every(N) and comb(N) are the same, and prompt_end is prompt_end(0).
     """
     names = [name.strip() for name in text.split("+")]
-    steps = [re.fullmatch(r"(?:every|comb)\((\d+)\)", name) for name in names]
-    numbers = [int(found[1]) for found in steps if found is not None]
-    words = {name for name, found in zip(names, steps, strict=True) if found is None}
-    on_grid = all(number >= 1 and number % chunk_stride == 0 for number in numbers)
-    if not on_grid or words - {"prompt_end", "branch"} or len(set(names)) != len(names):
-        raise ValueError(f"{_RULE}; got {text!r} with chunk_stride={chunk_stride}")
-    last = combined(None, prompt_end="prompt_end" in words, branch="branch" in words)
-    return Combined((*_every(numbers), *last.parts))
+    numbers: dict[str, list[int]] = {"branch": [], "prompt_end": [], "comb": []}
+    for name in names:
+        word, number = _read(name, text, chunk_stride)
+        numbers[word].append(number)
+    if len(numbers["branch"]) > 1 or len(numbers["prompt_end"]) > 1 or len(set(names)) < len(names):
+        raise ValueError(_refusal(text, chunk_stride))
+    last = combined(
+        None,
+        prompt_end=bool(numbers["prompt_end"]),
+        branch=bool(numbers["branch"]),
+        before=sum(numbers["prompt_end"]),
+    )
+    return Combined((*(Every(number) for number in numbers["comb"]), *last.parts))
 
 
-def _every(numbers: Iterable[int]) -> list[Placement]:
-    return [Every(number) for number in numbers]
+def _read(name: str, text: str, chunk_stride: int) -> tuple[str, int]:
+    """The word and the number of one part."""
+    if name in ("branch", "prompt_end"):
+        return name, 0
+    found = re.fullmatch(r"(every|comb|prompt_end)\((\d+)\)", name)
+    if found is None:
+        raise ValueError(_refusal(text, chunk_stride))
+    number = int(found[2])
+    if found[1] == "prompt_end":
+        return "prompt_end", number
+    if number < 1 or number % chunk_stride:
+        raise ValueError(_refusal(text, chunk_stride))
+    return "comb", number
+
+
+def _refusal(text: str, chunk_stride: int) -> str:
+    return f"{_RULE}; got {text!r} with chunk_stride={chunk_stride}"

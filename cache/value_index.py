@@ -13,6 +13,7 @@ from cache.saved_states import SavedStates
 
 _REFRESH_EVERY = 128  # requests between two looks at what was learnt
 _NUM_REMEMBERED = 8192  # evicted states that are still observed
+_ON_THE_WAY = (Kind.SUPERSEDED, Kind.COMB)
 
 
 @dataclass(eq=False)
@@ -35,6 +36,9 @@ class ValueIndex:
     The rank is the expected uses a request (`ReuseHazard`). A request uses the deepest state of its
     prefix that was ever saved, even if it was evicted since (the last 8,192 are remembered), so
     that what is learnt does not depend on what was kept. All states have equal bytes.
+
+    Age counts from the last use, and of a state below which prompts go on (superseded or of a
+    comb) from the last prompt that went through it: it is of use as long as its path is alive.
 
     Evictable states wait in one heap for each kind and age bucket, ordered by the work they save,
     for which the rank is one factor. `evict` compares the heads of the heaps (at most 4 x 80). A
@@ -171,10 +175,16 @@ class ValueIndex:
             if wanted.id_ is not None:
                 self._states.relink(wanted.id_, keys)
             self._restart(wanted)
-        resumed = None if mounted is None else self._live.get(mounted)
-        if resumed is not None and resumed is not wanted:
-            self._observe(resumed, used=False)
-            self._restart(resumed)
+        if mounted in self._live:
+            self._gone_through(mounted)
+
+    def _gone_through(self, mounted: int) -> None:
+        """A prompt resumed from this state, and so went through those above it."""
+        for id_ in self._states.path(mounted):
+            seen = self._live[id_]
+            if id_ == mounted or seen.kind in _ON_THE_WAY:
+                self._observe(seen, used=False)
+                self._restart(seen)
 
     def saved(self, id_: int, boundary: int, keys: Sequence[PrefixHash], kind: Kind) -> None:
         seen = self._by_key.get(keys[-1])

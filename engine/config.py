@@ -22,10 +22,10 @@ class EngineConfig:
     chunk_stride: step of the linear hash domain in tokens: the grid of boundaries where a state may
         be saved or restored, and where a prefill may be cut.
     checkpoint_every: tokens between the states that are saved on the way through a prompt.
-    placement: which states are saved, as "prompt_end+branch+comb(8192)"; None: prompt ends,
-        branches and one each `checkpoint_every`.
-    eviction: which checkpoint goes when slots run out: "lru", "lru_cap_per_path(2)",
-        "flop_aware(0.5)" or "value" (`cache.value_index`).
+    placement: which states are saved, as "prompt_end(64)+branch+comb(8192)" where slots are few;
+        None: prompt ends, branches and one each `checkpoint_every`.
+    eviction: which checkpoint goes when slots run out: "value" (`cache.value_index`), "lru",
+        "lru_cap_per_path(2)" or "flop_aware(0.5)".
     block_size: tokens of a K/V block.
     num_slots, num_blocks: pool sizes, padding id 0 included; None: from `memory_budget_bytes`.
     max_num_seqs: sequences that run at once.
@@ -55,7 +55,7 @@ class EngineConfig:
     chunk_stride: int = KERNEL_CHUNK
     checkpoint_every: int = 512
     placement: str | None = None
-    eviction: str = "lru"
+    eviction: str = "value"
     block_size: int = 64
     num_slots: int | None = None
     num_blocks: int | None = None

@@ -127,7 +127,7 @@ class LLM:
                 placement=None
                 if config.placement is None
                 else parse_placement(config.placement, config.chunk_stride),
-                policy=parse_policy(config.eviction),
+                policy=parse_policy(config.eviction, self.model_config.prefill_flops),
                 num_scratch=config.max_num_seqs * config.num_scratch,
             )
         self.manager = CompositeBlockManager(

@@ -171,6 +171,34 @@ class ModelConfig:
         layers = self.num_full_layers + draft
         return layers * 2 * self.num_key_value_heads * self.head_dim * itemsize
 
+    @property
+    def num_multiplied_weights(self) -> int:
+        """Weights that every token of a prefill is multiplied with: all matrices and convolutions.
+
+        The output head is not among them (of a prompt only the last token needs it), nor are
+        embeddings and norms.
+        """
+        attention = self.num_attention_heads * self.head_dim
+        kv = self.num_key_value_heads * self.head_dim
+        full = self.hidden_size * (3 * attention + 2 * kv)  # q, its gate and o; k and v
+        values = self.value_channels
+        columns = self.conv_channels + 2 * values + 2 * self.linear_num_value_heads
+        linear = self.hidden_size * columns + self.conv_channels * self.linear_conv_kernel_dim
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        layers = self.num_linear_layers * linear + self.num_full_layers * full
+        return layers + self.num_hidden_layers * mlp
+
+    def prefill_flops(self, start: int, end: int) -> float:
+        """Of the tokens [start, end) of one prompt, those before them being cached.
+
+        Two a token and weight, and four a pair of tokens that attend and channel of the queries
+        (scores and values); a token attends to those before it and itself. What the delta rule
+        does besides its projections is left out: a percent.
+        """
+        pairs = (end * end - start * start) / 2
+        channels = self.num_full_layers * self.num_attention_heads * self.head_dim
+        return 2.0 * self.num_multiplied_weights * (end - start) + 4.0 * channels * pairs
+
     @classmethod
     def from_directory(cls, path: str | Path) -> "ModelConfig":
         """Read a model directory.

@@ -2,8 +2,9 @@
 
 Replays real traces through the engine's own block managers under every placement and eviction
 policy: K/V unlimited, slots limited. Measured is prefill work over that of a cache that keeps the
-state of every grid boundary. The sessions of the coding agents start uniformly over 24 hours, drawn
-by --seed. The grid is the traces' own: 64 tokens for coding agents, 512 for chat.
+state of every grid boundary. The sessions of the coding agents start uniformly over 24 hours; with
+--seeds N they are drawn N times, the last N - 1 for a few policies only. The grid is the traces'
+own: 64 tokens for coding agents, 512 for chat.
 
     python -m experiments.policies --traces DIR
     python -m experiments.policies --small
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.eviction import EvictionPolicy
-from cache.placement import parse_placement
+from cache.placement import SPARSE, parse_placement
 from cache.policy_names import parse_policy
 from experiments.belady import Belady, uses_by_key
 from experiments.command_line import fill_in, new_parser, question, refused
@@ -40,19 +41,23 @@ from experiments.traces import (
 )
 
 QUESTION = question(__doc__)
-SMALL = {"sessions": 40, "requests": 1500}
-FULL = {"sessions": 350, "requests": 20_000}
+SMALL = {"sessions": 40, "requests": 1500, "seeds": 2}
+FULL = {"sessions": 350, "requests": 20_000, "seeds": 5}
 SLOTS = (32, 64, 128, 256)
-PLACEMENTS = ("prompt_end+branch", "prompt_end+branch+comb(8192)")
+PLACEMENTS = ("prompt_end+branch", SPARSE)
 DENSE = "every(512)"
 POLICIES = ("lru", "lru_cap_per_path(2)", "flop_aware(0.1)", "flop_aware(0.5)", "value", "belady")
+FURTHER_DRAWS = [(slots, name) for slots in (64, 128) for name in ("lru_cap_per_path(2)", "value")]
 
 
 @dataclass(frozen=True)
 class Trace:
+    """seed: of the sessions' starts; 0 where a trace says itself when it began."""
+
     name: str
     grid: int
     prompts: list[Prompt]
+    seed: int = 0
 
 
 def read_traces(options: argparse.Namespace) -> list[Trace]:
@@ -61,7 +66,7 @@ def read_traces(options: argparse.Namespace) -> list[Trace]:
     for name in (CLAUDE_FILE, MOONCAKE_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}: make traces TRACES=DIR copies it there")
-    agents = claude_sessions(folder, sessions=options.sessions, seed=options.seed)
+    agents = claude_sessions(folder, sessions=options.sessions)
     chat = mooncake_requests(folder, requests=options.requests)
     return [
         Trace("claude", CLAUDE_BLOCK, prompts_of(agents, CLAUDE_BLOCK)),
@@ -93,12 +98,30 @@ def rows_of(trace: Trace, placement: str) -> Iterator[dict[str, Any]]:
             yield as_row(trace, placement, name, slots, replay(trace, placement, policy, slots)[0])
 
 
+def draw_of(options: argparse.Namespace, seed: int) -> Trace:
+    """The coding agents with other starts."""
+    agents = claude_sessions(options.traces, sessions=options.sessions, seed=seed)
+    return Trace("claude", CLAUDE_BLOCK, prompts_of(agents, CLAUDE_BLOCK), seed)
+
+
+def rows_of_draw(trace: Trace) -> list[dict[str, Any]]:
+    """A few policies with the placement for few slots."""
+    placement = SPARSE
+    return [
+        as_row(
+            trace, placement, name, slots, replay(trace, placement, parse_policy(name), slots)[0]
+        )
+        for slots, name in tracked(FURTHER_DRAWS, f"coding agents, draw {trace.seed}")
+    ]
+
+
 def as_row(
     trace: Trace, placement: str, policy: str, slots: int | None, found: Outcome
 ) -> dict[str, Any]:
     """work: over the least that is possible. bytes: of all slots, or of all states ever saved."""
     return {
         "trace": trace.name,
+        "seed": trace.seed,
         "placement": placement,
         "policy": policy,
         "slots": slots,
@@ -116,7 +139,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES, help="folder of the traces")
     parser.add_argument("--sessions", type=count, help="of the coding-agent trace")
     parser.add_argument("--requests", type=count, help="of the chat trace")
-    parser.add_argument("--seed", type=int, default=0, help="of the sessions' starts")
+    parser.add_argument("--seeds", type=count, help="draws of the sessions' starts")
     options = parser.parse_args(argv)
     fill_in(options, SMALL, FULL)
     return options
@@ -137,6 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             total = 1 if one else 1 + len(SLOTS) * len(POLICIES)
             running = rows_of(trace, placement)
             rows += [next(running) for _ in tracked(range(total), f"{trace.name}, {placement}")]
+    del traces
+    for seed in range(1, options.seeds):
+        rows += rows_of_draw(draw_of(options, seed))
     console().print(table(rows))
     results = {
         "question": QUESTION,

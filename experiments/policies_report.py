@@ -7,37 +7,47 @@ from typing import Any
 from matplotlib.ticker import FuncFormatter
 from rich.table import Table
 
+from cache.placement import SPARSE
 from experiments.plots import COLD, FIRST, WARM, new_figure, save_figure
 from experiments.tables import new_table
 
 Rows = Sequence[dict[str, Any]]
 NAMES = {"claude": "coding agents", "mooncake": "chat"}
-_COMB = "prompt_end+branch+comb(8192)"
+_COMB = SPARSE
 _LEGEND = """\
 Prefill work, 1 = of a cache that keeps the state of every grid boundary. K/V unlimited.
-e: prompt ends; b: branches. unlimited: with slots for every state that the placement saves.
-belady: knows the future, counts all states alike."""
+e: prompt ends, e(64): 64 tokens above them; b: branches. draw: of the coding agents' session
+starts, for those policies that were given several. unlimited: with slots for every state that the
+placement saves. belady: knows the future, counts all states alike."""
 
 
 def table(rows: Rows) -> Table:
     """One line a trace, placement and policy; one column a number of slots."""
     slots = sorted({row["slots"] for row in rows if row["slots"] is not None})
-    headers = ("trace", "saved at", "policy", *(str(each) for each in slots), "all")
-    out = new_table(headers, _LEGEND, left=headers[:3], narrow=True)
-    lines: dict[tuple[str, str, str], dict[int | None, float]] = {}
+    headers = ("trace", "draw", "saved at", "policy", *(str(each) for each in slots), "all")
+    out = new_table(headers, _LEGEND, left=headers[:4], narrow=True)
+    lines: dict[tuple[str, int, str, str], dict[int | None, float]] = {}
     for row in rows:
-        line = lines.setdefault((row["trace"], row["placement"], row["policy"]), {})
-        line[row["slots"]] = row["work"]
-    for (trace, placement, policy), line in lines.items():
+        key = (row["trace"], row["seed"], row["placement"], row["policy"])
+        lines.setdefault(key, {})[row["slots"]] = row["work"]
+    for (trace, seed, placement, policy), line in lines.items():
         cells = [f"{line[each]:.2f}" if each in line else "" for each in (*slots, None)]
-        short = placement.replace("prompt_end+branch", "e+b")
-        out.add_row(NAMES[trace], short, policy, *cells)
+        short = placement.replace("prompt_end", "e").replace("branch", "b")
+        out.add_row(NAMES[trace], str(seed), short, policy, *cells)
     return out
 
 
-def work(rows: Rows, trace: str, policy: str, slots: int, placement: str = _COMB) -> float:
+def works(rows: Rows, trace: str, policy: str, slots: int, placement: str = _COMB) -> list[float]:
+    """Of all draws, the first one first."""
     wanted = {"trace": trace, "policy": policy, "slots": slots, "placement": placement}
-    return next(row["work"] for row in rows if wanted.items() <= row.items())
+    return [row["work"] for row in rows if wanted.items() <= row.items()]
+
+
+def learnt(rows: Rows, trace: str, slots: int) -> str:
+    """The mean of the draws and, of several, their range."""
+    found = works(rows, trace, "value", slots)
+    spread = f" [{min(found):.2f} to {max(found):.2f}]" if len(found) > 1 else ""
+    return f"{sum(found) / len(found):.2f}{spread}"
 
 
 def conclusion(rows: Rows) -> str:
@@ -45,15 +55,16 @@ def conclusion(rows: Rows) -> str:
     parts = []
     for trace, name in NAMES.items():
         found = [
-            f"{work(rows, trace, 'value', slots):.2f} with {slots} slots "
-            f"(LRU {work(rows, trace, 'lru', slots):.2f}, Belady "
-            f"{work(rows, trace, 'belady', slots):.2f})"
+            f"{learnt(rows, trace, slots)} with {slots} slots "
+            f"(LRU {works(rows, trace, 'lru', slots)[0]:.2f}, Belady "
+            f"{works(rows, trace, 'belady', slots)[0]:.2f})"
             for slots in (64, 128)
         ]
         parts.append(f"{name}: {', '.join(found)}")
     return (
-        "Prefill work over the least possible, states at prompt ends, branches and every 8,192 "
-        f"tokens, evicted by learnt value: {'; '.join(parts)}."
+        "Prefill work over the least possible, states 64 tokens above prompt ends, at branches and "
+        "every 8,192 tokens, evicted by learnt value (mean and range of the draws of session "
+        f"starts): {'; '.join(parts)}."
     )
 
 
@@ -62,10 +73,13 @@ _LOOKS = {"lru": (COLD, "o"), "value": (WARM, "D"), "belady": (FIRST, "^")}
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Work by slots: both traces, three policies."""
-    figure, axes = new_figure(results["question"], "states at prompt ends, branches, each 8,192")
+    figure, axes = new_figure(
+        results["question"], "states near prompt ends, at branches, each 8,192"
+    )
     for trace, style in (("claude", "-"), ("mooncake", ":")):
         for policy, (color, marker) in _LOOKS.items():
             wanted = {"trace": trace, "policy": policy, "placement": _COMB}
+            wanted["seed"] = 0
             mine = [row for row in results["rows"] if wanted.items() <= row.items()]
             x, y = [row["slots"] for row in mine], [row["work"] for row in mine]
             label = f"{NAMES[trace]}, {policy}"

@@ -81,6 +81,7 @@ def composite(
     max_num_seqs: int = 4,
     caching: bool = True,
     recurrent: bool = True,
+    placement: Placement | None = None,
     policy: EvictionPolicy | None = None,
 ) -> CompositeBlockManager:
     linear = None
@@ -91,6 +92,7 @@ def composite(
             every=every,
             max_num_seqs=max_num_seqs,
             caching=caching,
+            placement=placement,
             policy=policy,
         )
     return CompositeBlockManager(

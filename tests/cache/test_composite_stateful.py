@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cache.cached_sequence import CachedSequence
 from cache.eviction import FlopAware, Lru, LruCapPerPath
+from cache.placement import combined
 from cache.value_index import ValueIndex
 from tests.cache.builders import BLOCK, STRIDE, Row, composite, schedule, sequence
 from tests.cache.ledger import Ledger
@@ -35,12 +36,15 @@ class CompositeBesideALedger(RuleBasedStateMachine):
         spare_slots=st.integers(0, 4),
         num_blocks=st.integers(10, 24),
         policy=st.sampled_from(sorted(POLICIES)),
+        before=st.sampled_from([0, 0, 1, STRIDE]),
     )
-    def start(self, every: int, spare_slots: int, num_blocks: int, policy: str) -> None:
+    def start(
+        self, every: int, spare_slots: int, num_blocks: int, policy: str, before: int
+    ) -> None:
         self.manager = composite(
             num_blocks=num_blocks,
             num_slots=4 + spare_slots,
-            every=every,
+            placement=combined(every, before=before),
             max_num_seqs=3,
             policy=POLICIES[policy](),
         )

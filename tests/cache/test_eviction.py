@@ -170,6 +170,18 @@ def test_policies_are_made_by_name():
             parse_policy(text)
 
 
+@pytest.mark.parametrize("name", ["flop_aware(9)", "value"])
+def test_policies_weigh_work_by_the_cost_that_they_are_given(name):
+    def order(*flops):
+        policy = parse_policy(name, *flops)
+        save(policy, 1, path("a", "b"), Kind.TIP)
+        save(policy, 2, path(*"wxyz"), Kind.BRANCH)  # nothing is learnt: both kinds rank alike
+        return evicted(policy)
+
+    assert order() == [1, 2]
+    assert order(lambda start, end: 1e6 / (end - start)) == [2, 1]
+
+
 # ---- what is saved on which path
 
 
@@ -326,6 +338,33 @@ def test_a_used_state_is_young_again_be_it_the_wanted_one_or_the_one_resumed_fro
         ask(policy, wanted, 1)
         save(policy, 2, path("x"), Kind.BRANCH)
         assert evicted(policy) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(Kind.COMB, [3, 1]), (Kind.TIP, [3, 1]), (Kind.BRANCH, [1, 3])],
+    ids=["comb", "superseded", "branch"],
+)
+def test_a_state_on_the_way_is_as_young_as_its_path_but_a_branch_is_not(kind, expected):
+    policy = ValueIndex()
+    save(policy, 1, path("a"), kind)
+    save(policy, 2, path("a", "b", "c"))
+    ask(policy, times=64)
+    save(policy, 3, path("x"), policy._live[1].kind)
+    ask(policy, path("a", "b", "c"), 2)
+    policy.discard(2)
+    policy.check()
+    assert evicted(policy) == expected
+
+
+def test_what_a_prompt_goes_through_is_observed_once_as_not_used():
+    policy = ValueIndex()
+    save(policy, 1, path("a"), Kind.COMB)
+    save(policy, 2, path("a", "b"))
+    comb, tip = (policy._ranks.hazards[kind] for kind in (Kind.COMB, Kind.TIP))
+    ask(policy, path("a", "b"), 2)
+    assert (sum(comb._uses), sum(tip._uses)) == (0, 1)
+    assert sum(comb._exposure) == sum(tip._exposure) == 1
 
 
 def test_a_state_that_comes_between_counts_once_a_prompt_passes_it():

@@ -4,9 +4,9 @@ import pytest
 
 from cache.eviction import Kind
 from cache.placement import Branch, Combined, Every, Prompt, PromptEnd, combined, parse_placement
-from tests.cache.builders import linear_leaf, linear_step, sequence
+from tests.cache.builders import checkpoints, composite, linear_leaf, linear_step, sequence, served
 
-PROMPT = Prompt(end=20, branch=12)
+PROMPT = Prompt(23, 4, branch=12)  # the last boundary below its final token is 20
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,18 @@ PROMPT = Prompt(end=20, branch=12)
         (PromptEnd(), 19, 20, [20]),
         (PromptEnd(), 20, 24, []),
         (PromptEnd(), 0, 19, []),
+        (PromptEnd(before=2), 0, 24, [20]),
+        (PromptEnd(before=3), 0, 24, [16]),
+        (PromptEnd(before=18), 0, 24, [4]),
+        (PromptEnd(before=19), 0, 24, [20]),
+        (PromptEnd(before=99), 0, 24, [20]),
         (Branch(), 11, 12, [12]),
         (Branch(), 12, 24, []),
         (Combined((Every(8), Branch())), 0, 16, [8, 12, 16]),
         (combined(16), 0, 24, [12, 16, 20]),
         (combined(None, branch=False), 0, 24, [20]),
+        (combined(None, before=8), 0, 24, [12]),
+        (combined(None, before=4), 0, 24, [12, 16]),
     ],
 )
 def test_the_boundaries_of_a_step_are_those_above_its_start_up_to_its_end(
@@ -33,23 +40,65 @@ def test_the_boundaries_of_a_step_are_those_above_its_start_up_to_its_end(
 
 
 def test_a_prompt_without_a_branch_has_none_at_token_0():
-    assert Branch().boundaries(0, 24, Prompt(20, 0)) == {}
-    assert PromptEnd().boundaries(0, 24, Prompt(0, 0)) == {}
+    assert Branch().boundaries(0, 24, Prompt(23, 4)) == {}
+    assert PromptEnd().boundaries(0, 24, Prompt(4, 4)) == {}
+    assert PromptEnd(before=4).boundaries(0, 24, Prompt(0, 4)) == {}
+
+
+@pytest.mark.parametrize(("resumed", "expected"), [(0, [12]), (4, [12]), (8, []), (12, [])])
+def test_a_branch_that_is_hardly_deeper_than_where_its_prompt_resumed_is_not_saved(
+    resumed, expected
+):
+    prompt = Prompt(23, 4, branch=12, resumed=resumed)
+    assert sorted(Branch(apart=4).boundaries(resumed, 24, prompt)) == expected
+    assert sorted(combined(None, before=4).boundaries(0, 24, prompt)) == [*expected, 16]
+
+
+def test_the_turns_of_a_chat_that_save_before_their_ends_leave_one_state_each():
+    """Each goes on from 4 tokens above where its predecessor's K/V ends: that is no branch."""
+    manager = composite(placement=combined(None, before=4))
+
+    def saved(token_ids):
+        served(manager, token_ids)
+        return sorted(checkpoints(manager.linear, sequence([*token_ids, *range(900, 905)])))
+
+    assert saved(range(15)) == [8]
+    assert saved(range(31)) == [8, 24]
+    assert saved([*range(29), *range(100, 110)]) == [8, 24, 32], "its last two tokens are others"
+    assert saved([*range(22), *range(200, 213)]) == [8, 20, 28], "it parts 12 tokens above 8"
 
 
 def test_a_prompts_end_on_a_branch_on_the_comb_is_a_tip():
-    found = combined(4).boundaries(0, 24, Prompt(end=20, branch=20))
+    found = combined(4).boundaries(0, 24, Prompt(23, 4, branch=20))
     assert found[20] is Kind.TIP and found[16] is Kind.COMB
-    assert combined(4).boundaries(0, 24, Prompt(end=20, branch=16))[16] is Kind.BRANCH
+    assert combined(4).boundaries(0, 24, Prompt(23, 4, branch=16))[16] is Kind.BRANCH
 
 
 def test_a_name_is_its_parts():
     assert parse_placement("prompt_end + branch+comb(128)", 64) == combined(128)
     assert parse_placement("every(64)", 64) == Combined((Every(64),))
+    assert parse_placement("comb(128)+comb(64)", 64) == Combined((Every(128), Every(64)))
+    before = parse_placement("prompt_end(100)+branch+comb(128)", 64)
+    assert before == combined(128, before=100)
+    assert parse_placement("prompt_end(64)", 64) == Combined((PromptEnd(64),))
 
 
 @pytest.mark.parametrize(
-    "text", ["", "branch+", "branch+branch", "comb", "comb(0)", "comb(100)", "every(-64)", "tip"]
+    "text",
+    [
+        "",
+        "branch+",
+        "branch+branch",
+        "comb",
+        "comb(0)",
+        "comb(100)",
+        "every(-64)",
+        "tip",
+        "prompt_end(x)",
+        "branch(64)",
+        "prompt_end+prompt_end(64)",
+        "comb(64)+comb(64)",
+    ],
 )
 def test_other_names_are_refused_in_words_that_say_what_was_read(text):
     with pytest.raises(ValueError, match="multiple of chunk_stride, with '\\+'; got ") as refused:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from cache.composite_block_manager import CompositeBlockManager
 from cache.hashing import Namespace
+from cache.policy_names import parse_policy
 from engine.batch import Batch, ScheduledRow
 from engine.config import EngineConfig
 from engine.sampling_params import SamplingParams
@@ -27,6 +28,7 @@ def manager_for(
         max_num_seqs=config.max_num_seqs,
         caching=config.enable_prefix_caching,
         recurrent=recurrent,
+        policy=parse_policy(config.eviction),
     )
 
 
@@ -37,6 +39,7 @@ class Driver:
         self, *, num_blocks: int = 200, num_slots: int = 40, recurrent: bool = True, **options
     ) -> None:
         defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "checkpoint_every": 64}
+        defaults |= {"eviction": "lru"}
         self.config = EngineConfig(**(defaults | options))
         self.manager = manager_for(
             self.config, num_blocks=num_blocks, num_slots=num_slots, recurrent=recurrent

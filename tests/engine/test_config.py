@@ -11,7 +11,11 @@ from engine.config import EngineConfig, pool_sizes
 EVICTION = ["lru", "lru_cap_per_path(1)", "lru_cap_per_path(2)", "flop_aware(0)"]
 EVICTION += ["flop_aware(0.5)", "value"]
 PLACEMENT = [None, "prompt_end", "branch", "every(64)", "comb(8192)", "prompt_end+branch"]
-PLACEMENT += ["prompt_end+branch+comb(8192)", "comb(64) + every(128) + branch"]
+PLACEMENT += [
+    "prompt_end(64)+branch+comb(8192)",
+    "prompt_end(100)",
+    "comb(64) + every(128) + branch",
+]
 REFUSED = {
     "a stride off the kernel chunk": ({"chunk_stride": 100}, "chunk_stride=100.*kernel chunk, 64"),
     "a stride below the kernel chunk": ({"chunk_stride": 32}, "chunk_stride=32.*multiple"),
@@ -57,7 +61,7 @@ REFUSED = {
 }
 NO_PLACEMENTS = ["", "tip", "Branch", "branch+", "branch,prompt_end", "comb", "comb()", "comb(0)"]
 NO_PLACEMENTS += ["comb(-64)", "every(96)", "every(64.0)", "branch+branch", "prompt_end branch"]
-NO_PLACEMENTS += ["every(64)+lru"]
+NO_PLACEMENTS += ["every(64)+lru", "prompt_end()", "prompt_end(-1)", "branch(64)"]
 NO_EVICTION = ["", "LRU", "fifo", "lru ", "lru(2)", "lru_cap_per_path", "lru_cap_per_path()"]
 NO_EVICTION += ["lru_cap_per_path(-1)", "lru_cap_per_path(1.5)", "flop_aware", "flop_aware(-1)"]
 NO_EVICTION += ["flop_aware(inf)", "flop_aware(0.5)x", "value(1)", "belady"]
@@ -68,8 +72,8 @@ def test_a_placement_that_is_none_is_refused_with_what_there_is(text):
     with pytest.raises(ValueError) as refused:
         EngineConfig(placement=text)
     assert str(refused.value) == (
-        f"placement={text!r}: must be prompt_end, branch, every(N) and comb(N), N a multiple of "
-        f"chunk_stride, with '+'; got {text!r} with chunk_stride=64"
+        f"placement={text!r}: must be prompt_end, prompt_end(TOKENS), branch, every(N) and "
+        f"comb(N), N a multiple of chunk_stride, with '+'; got {text!r} with chunk_stride=64"
     )
 
 

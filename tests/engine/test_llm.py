@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from cache.eviction import FlopAware
+from cache.value_index import ValueIndex
 from engine import LLM, EngineConfig, SamplingParams
 from engine.model_config import ModelConfig
 from tests.engine.real_model import (
@@ -188,3 +190,11 @@ def test_a_pool_that_just_holds_a_request_serves_it():
     [output] = llm.generate([tokens(0, 250)], replace(GREEDY, max_tokens=7))
     assert len(output.token_ids) == 7
     assert_cold_bits("float32", output)
+
+
+@pytest.mark.parametrize("eviction", [None, "flop_aware(0.5)"])
+def test_states_are_weighed_by_what_a_prefill_of_this_model_costs(eviction):
+    llm = make_engine() if eviction is None else make_engine(eviction=eviction)
+    policy = llm.manager.linear.pool.policy
+    assert type(policy) is (ValueIndex if eviction is None else FlopAware)
+    assert policy._flops(64, 200) == llm.model_config.prefill_flops(64, 200)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cache.eviction import prefill_flops
 from engine.model_config import ModelConfig
 from experiments.make_model import make_model
 from experiments.model_shapes import hf_config
@@ -192,6 +193,27 @@ def test_published_shapes_have_their_published_sizes(tmp_path, like, checkpoint_
     assert round(checkpoint / 2**20, 2) == checkpoint_mib
     assert config.kv_bytes_per_token(2) == kv_bytes
     assert (config.rotary_dim, config.rope_theta) == (64, 1e7)
+
+
+def test_the_cost_of_a_prefill_counts_weights_and_pairs():
+    """By hand: 3 linear layers, 1 of attention, hidden 48, MLP 96."""
+    linear = 48 * (92 + 60 + 60 + 6 + 6) + 92 * 4  # qkv, z, o, a and b; the convolution
+    full = 48 * (2 * 64 + 32 + 32 + 64)  # q and gate, k, v, o
+    weights = 3 * linear + full + 4 * 3 * 48 * 96
+    assert EXPECTED.num_multiplied_weights == weights
+    assert EXPECTED.prefill_flops(0, 2) == 2 * weights * 2 + 4 * 64 * 2
+    assert EXPECTED.prefill_flops(2, 6) == 2 * weights * 4 + 4 * 64 * (18 - 2)
+    assert EXPECTED.prefill_flops(0, 2) + EXPECTED.prefill_flops(2, 6) == (
+        EXPECTED.prefill_flops(0, 6)
+    )
+
+
+def test_a_prefill_of_the_9b_shape_costs_what_the_replays_assume(tmp_path):
+    config = read(tmp_path, hf_config("9b", vocab=None, layers=None, dtype=None, overrides={}))
+    for start, end in ((0, 1), (0, 1000), (90_000, 100_000)):
+        assert config.prefill_flops(start, end) == pytest.approx(
+            prefill_flops(start, end), rel=0.011
+        )
 
 
 SIZES = [

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.sequence import Sequence, Status
 from tests.engine.scheduling import Driver
+from tests.engine.test_config import EVICTION
 
 LENGTHS = [1, 63, 64, 65, 128, 129, 200, 320]
 
@@ -22,8 +23,11 @@ class SchedulerBesideALedger(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         every=st.sampled_from([64, 128]),
         caching=st.sampled_from([True, True, True, False]),
+        eviction=st.sampled_from(EVICTION),
     )
-    def start(self, num_blocks, spare_slots, budget, max_num_seqs, every, caching) -> None:
+    def start(
+        self, num_blocks, spare_slots, budget, max_num_seqs, every, caching, eviction
+    ) -> None:
         self.driver = Driver(
             num_blocks=num_blocks,
             num_slots=max_num_seqs + 1 + spare_slots,
@@ -31,6 +35,7 @@ class SchedulerBesideALedger(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             checkpoint_every=every,
             enable_prefix_caching=caching,
+            eviction=eviction,
         )
         self.in_flight = False
 

@@ -7,9 +7,9 @@ import pytest
 
 from cache.eviction import Lru, prefill_flops
 from cache.kv_block_manager import KVBlockManager
-from cache.placement import combined
+from cache.placement import SPARSE, combined
 from experiments.belady import Belady, uses_by_key
-from experiments.policies import POLICIES, SLOTS, main
+from experiments.policies import FURTHER_DRAWS, PLACEMENTS, POLICIES, SLOTS, main
 from experiments.policies_model import UnlimitedKV, managers, prompts_of, replay
 from experiments.traces import CLAUDE_FILE, MOONCAKE_FILE, Request
 
@@ -110,11 +110,20 @@ def test_a_run_writes_a_row_for_every_trace_placement_policy_and_number_of_slots
     assert main(["--small", "--traces", str(traces), "--json", str(out)]) == 0
     results = json.loads(out.read_text())
     rows = results["rows"]
-    assert len(rows) == 2 * (2 * (1 + len(SLOTS) * len(POLICIES)) + 1)
+    first = [row for row in rows if row["seed"] == 0]
+    assert len(first) == 2 * (2 * (1 + len(SLOTS) * len(POLICIES)) + 1)
+    again = [(row["slots"], row["policy"]) for row in rows if row not in first]
+    assert again == FURTHER_DRAWS and {row["seed"] for row in rows} == {0, 1}
     keys = {"trace", "placement", "policy", "slots", "work", "token_hit_rate", "bytes"}
     assert all(keys <= row.keys() and row["work"] >= 1.0 for row in rows)
-    by_turn = [row for row in rows if row["trace"] == "claude" and row["placement"] != "every(512)"]
-    assert {row["work"] for row in by_turn} == {1.0}
+    turns = [row for row in rows if row["trace"] == "claude"]
+    at_ends = [row["work"] for row in turns if row["placement"] == PLACEMENTS[0]]
+    assert set(at_ends) == {1.0}
+    above = [row["work"] for row in turns if row["placement"] == SPARSE]
+    parts = [(0, 137), (64, 265), (192, 393)]  # a turn resumes a block above its predecessor's end
+    least = [(0, 137), (128, 265), (256, 393)]
+    expected = sum(prefill_flops(*part) for part in parts) / sum(prefill_flops(*p) for p in least)
+    assert above == pytest.approx([expected] * len(above)) and len(above) > 4
     assert out.with_suffix(".png").is_file()
     assert results["conclusion"].split()[0] in capsys.readouterr().out
 
