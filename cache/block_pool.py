@@ -65,6 +65,16 @@ class BlockPool:
         return len(self._free) + len(self._evictable)
 
     @property
+    def num_total(self) -> int:
+        """All ids that there are now, but for the padding."""
+        return self.num_ids - 1
+
+    @property
+    def capacity(self) -> int:
+        """Ids that can be in use at once."""
+        return self.num_ids - 1
+
+    @property
     def num_in_use(self) -> int:
         return self.num_ids - 1 - self.num_available
 
@@ -74,20 +84,32 @@ class BlockPool:
     def is_published(self, id_: int) -> bool:
         return self._published[id_]
 
+    def is_dead(self, id_: int) -> bool:
+        """Whether its content is of no use to anybody. A pool that shares its memory knows."""
+        return False
+
     def allocate(self) -> int | None:
         """A private id with one reference, or None when every id is referenced."""
-        if self._free:
-            id_ = self._free.popleft()
-        elif self._evictable:
+        id_ = self._take_free()
+        if id_ is None and self._evictable:
             id_ = self._evictable.evict()
-            self._published[id_] = False
-            self.num_evictions += 1
-            if self._on_evict is not None:
-                self._on_evict(id_)
-        else:
-            return None
-        self._refs[id_] = 1
+            self._evicted(id_)
+        if id_ is not None:
+            self._refs[id_] = 1
         return id_
+
+    def _take_free(self) -> int | None:
+        return self._free.popleft() if self._free else None
+
+    def _set_free(self, id_: int) -> None:
+        self._free.append(id_)
+
+    def _evicted(self, id_: int) -> None:
+        """An evictable id was taken out of the policy: it is no longer published."""
+        self._published[id_] = False
+        self.num_evictions += 1
+        if self._on_evict is not None:
+            self._on_evict(id_)
 
     def acquire(self, id_: int) -> None:
         """One more reference to a published or referenced id: it stays until it is released."""
@@ -104,7 +126,7 @@ class BlockPool:
             if self._published[id_]:
                 self._evictable.add(id_)
             else:
-                self._free.append(id_)
+                self._set_free(id_)
 
     def publish(self, id_: int) -> None:
         """Mark a referenced id as shared content, to be kept after its last release."""
@@ -118,7 +140,7 @@ class BlockPool:
         self._published[id_] = False
         self._evictable.forget(id_)
         if self._refs[id_] == 0:
-            self._free.append(id_)
+            self._set_free(id_)
 
     def check(self) -> None:
         self._evictable.check()

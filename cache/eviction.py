@@ -84,22 +84,10 @@ class EvictionPolicy(Protocol):
     def __len__(self) -> int: ...
 
 
-class Lru(OrderedDict[int, None]):
-    """The least recently released id goes first. O(1)."""
+class Untold:
+    """What a policy does that learns nothing from requests and saved states."""
 
     selective = False
-
-    def add(self, id_: int) -> None:
-        self[id_] = None
-
-    def discard(self, id_: int) -> None:
-        self.pop(id_, None)
-
-    def evict(self) -> int:
-        return self.popitem(last=False)[0]
-
-    def forget(self, id_: int) -> None:
-        self.pop(id_, None)
 
     def worth(self, boundary: int, above: int, kind: Kind) -> float:
         return 0.0
@@ -118,6 +106,22 @@ class Lru(OrderedDict[int, None]):
 
     def check(self) -> None:
         """It has no invariants of its own."""
+
+
+class Lru(OrderedDict[int, None], Untold):
+    """The least recently released id goes first. O(1)."""
+
+    def add(self, id_: int) -> None:
+        self[id_] = None
+
+    def discard(self, id_: int) -> None:
+        self.pop(id_, None)
+
+    def evict(self) -> int:
+        return self.popitem(last=False)[0]
+
+    def forget(self, id_: int) -> None:
+        self.pop(id_, None)
 
 
 class LruCapPerPath(Lru):

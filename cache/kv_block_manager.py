@@ -4,6 +4,7 @@ from cache.block_pool import BlockPool
 from cache.cached_sequence import CachedSequence
 from cache.hashing import HashDomain, PrefixHash, Provenance, filed_under
 from cache.prefix_index import PrefixIndex
+from cache.shared_memory import SharedMemory
 
 
 class KVBlockManager:
@@ -14,13 +15,27 @@ class KVBlockManager:
     those who ask for it (`CachedSequence.exact` is False) the decoded ones, filed apart.
     """
 
-    def __init__(self, num_blocks: int, domain: HashDomain, *, chunk_stride: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        domain: HashDomain,
+        *,
+        chunk_stride: int,
+        memory: SharedMemory | None = None,
+    ) -> None:
+        """memory: what the blocks lie in, if states lie there too; then it has `num_blocks`."""
         assert chunk_stride % domain.step == 0, f"{chunk_stride} is no multiple of {domain.step}"
         self.block_size = domain.step
         self.chunk_stride = chunk_stride
         self.domain = domain
         self._index: PrefixIndex[None] = PrefixIndex()
-        self.pool = BlockPool(num_blocks, on_evict=self._index.forget)
+        self.pool = (
+            BlockPool(num_blocks, on_evict=self._index.forget)
+            if memory is None
+            else memory.blocks.serve(self._index.forget)
+        )
+        if memory is not None:
+            memory.published = self.published
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -89,17 +104,32 @@ class KVBlockManager:
 
         The rows of the stride a prompt ends in come from a tile that ended with it: in bits they
         are not the rows of a prompt that goes on. From there on a block is DECODE, and published
-        only if the sequence is not exact. A block whose key is taken stays private.
+        only if the sequence is not exact. A block whose key is taken stays private, but that a dead
+        one makes way: it would be the next to go.
         """
         prefilled = self._whole_strides(min(seq.num_computed_tokens, seq.num_prompt_tokens))
         computed = prefilled if seq.exact else self._whole_strides(seq.num_computed_tokens)
         for index in range(seq.num_published_blocks, computed):
             key, id_ = seq.block_hashes[index], seq.block_table[index]
             provenance = seq.provenance if index < prefilled else Provenance.DECODE
-            if self._find(key, provenance) is None:
+            found = self._find(key, provenance)
+            if found is not None and found[1] is provenance and self.pool.is_dead(found[0]):
+                self._index.forget(found[0])
+                self.pool.unpublish(found[0])
+                found = None
+            if found is None:
                 self.pool.publish(id_)
                 self._index.insert(filed_under(key, provenance), id_, None)
         seq.num_published_blocks = max(seq.num_published_blocks, computed)
+
+    def published(
+        self, seq: CachedSequence, start: int, end: int, least: Provenance
+    ) -> list[int] | None:
+        """Probe: the blocks of the tokens [start, end), both multiples of the block; None if one of
+        them is not published, or worse than `least`."""
+        keys = seq.block_hashes[start // self.block_size : end // self.block_size]
+        found = [each[0] for key in keys if (each := self._find(key, least)) is not None]
+        return found if len(found) == (end - start) // self.block_size else None
 
     def _whole_strides(self, num_tokens: int) -> int:
         """Blocks of the whole strides of so many tokens."""

@@ -10,6 +10,7 @@ from cache.hashing import HashDomain, PrefixHash, Provenance
 from cache.linear_state_prefix_cache import Checkpoint, LinearStatePrefixCache
 from cache.ops import NO_SLOT, LinearStateCacheOp
 from cache.placement import Placement, Prompt, combined
+from cache.shared_memory import SPARE_SLOTS, SharedMemory
 
 
 class LinearStateBlockManager:
@@ -39,10 +40,12 @@ class LinearStateBlockManager:
         placement: Placement | None = None,
         policy: EvictionPolicy | None = None,
         num_scratch: int = 0,
+        memory: SharedMemory | None = None,
     ) -> None:
         """placement: None: each `checkpoint_every`, prompt ends and branches. policy: None: LRU.
 
-        num_scratch: slots to set aside; what is left must hold the live slots.
+        num_scratch: slots to set aside; what is left must hold the live slots. memory: what the
+        slots lie in, if K/V lies there too; then it has `num_slots` pages.
         """
         self.chunk_stride = domain.step
         self.domain = domain
@@ -50,12 +53,23 @@ class LinearStateBlockManager:
         self.max_num_seqs = max_num_seqs
         self.enabled = enable_prefix_caching
         self.cache = LinearStatePrefixCache(domain.step)
-        self.pool = BlockPool(num_slots, on_evict=self.cache.forget, policy=policy)
+        self.num_live = 0
+        self.memory = memory
+        self.pool: BlockPool
+        if memory is None:
+            self.pool = BlockPool(num_slots, on_evict=self.cache.forget, policy=policy)
+        else:
+            self.pool = memory.slots.serve(self.cache.forget, policy)
+            memory.reserved = self._num_reserved
+            memory.most_reserved = max_num_seqs + num_scratch + SPARE_SLOTS
         self.num_scratch = num_scratch
         self.scratch = self._set_aside()
-        self.num_live = 0
         self.num_saves = 0
         self.saves_skipped: Counter[str] = Counter()
+
+    def _num_reserved(self) -> int:
+        """Slots that K/V must leave: the live ones to come, and a source that a step pins."""
+        return max(0, self.max_num_seqs - self.num_live) + 1
 
     # ---- probing and mounting
 
@@ -307,12 +321,30 @@ class LinearStateBlockManager:
         if self.cache.contains(save.key, save.provenance):  # another row of the step was first
             self.saves_skipped["duplicate"] += 1
             return
+        if self.memory is not None and not self._keep_kv(self.memory, seq, slot, save):
+            self.saves_skipped["no_kv"] += 1
+            return
         self.pool.publish(slot)
         checkpoint = Checkpoint(slot, save.boundary, seq.namespace, save.provenance)
         self.cache.insert(save.key, checkpoint)
         self.num_saves += 1
         keys = seq.linear_state_hashes[: save.boundary // self.chunk_stride]
         self.pool.policy.saved(slot, save.boundary, keys, self._kind(seq, save.boundary))
+
+    def _keep_kv(
+        self, memory: SharedMemory, seq: CachedSequence, slot: int, save: PendingSave
+    ) -> bool:
+        """Keep the K/V that this state needs for as long as the state is kept. False: some of it is
+        gone already."""
+        keys, least = seq.linear_state_hashes, save.provenance
+        start = self.cache.deepest(keys, 0, save.boundary - 1, least)
+        above = None if start is None else self._key(seq, start)
+        found = None if above is None else self.cache.find(above, least)
+        blocks = memory.published(seq, start or 0, save.boundary, least)
+        if blocks is None:
+            return False
+        memory.add_state(slot, None if found is None else found.slot_id, blocks)
+        return True
 
     # ---- leaving
 

@@ -66,18 +66,28 @@ class StatePool:
     states  [num_slots, L, HV, V, K] float32, K contiguous
     windows [num_slots, L, W-1, C] in the model's dtype, the oldest token first
     hidden  [num_slots, hidden_size] in the model's dtype
+    In a memory that K/V shares the slots are as far apart as its pages.
     A slot is one contiguous span with all layers: restoring, offloading or loading it is one copy.
     Slot 0 is padding. The pool owns the memory, `LinearStateBlockManager` owns the ids.
     """
 
     def __init__(
-        self, num_slots: int, shape: StateShape, device: str = "cpu", ops: Ops | None = None
+        self,
+        num_slots: int,
+        shape: StateShape,
+        device: str = "cpu",
+        ops: Ops | None = None,
+        memory: torch.Tensor | None = None,
     ) -> None:
-        """ops: what copies slots; None: what the device takes by itself."""
+        """ops: what copies slots; None: what the device takes by itself. memory: uint8
+        [num_slots, at least slot_bytes], zeroed, to lie in; None: its own."""
         self.shape = shape
         self._ops = ops_for(torch.device(device).type) if ops is None else ops
         self.num_slots = num_slots
-        self.arena = torch.zeros(num_slots, shape.slot_bytes, dtype=torch.uint8, device=device)
+        if memory is None:
+            memory = torch.zeros(num_slots, shape.slot_bytes, dtype=torch.uint8, device=device)
+        assert memory.shape[0] == num_slots and memory.shape[1] >= shape.slot_bytes, memory.shape
+        self.arena = memory[:, : shape.slot_bytes]
         self.states = self._view(
             torch.float32,
             0,

@@ -7,9 +7,11 @@ from typing import Literal, get_args
 
 from cache.placement import parse_placement
 from cache.policy_names import parse_policy
+from cache.shared_memory import SPARE_SLOTS, PageLayout
 from kernels import DELTA_RULES, IMPLEMENTATIONS, KERNEL_CHUNK, MATMULS
 
 Restore = Literal["copy", "redirect"]
+Memory = Literal["split", "shared"]
 _DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 
@@ -48,6 +50,9 @@ class EngineConfig:
         Output bits are the same. Without effect where drafts are verified: how many are right, and
         so what the next step begins with, is known only after the step.
     memory_budget_bytes: for states and K/V together.
+    memory: "split": the budget is divided once, at start; "shared": pages of it become slots or K/V
+        as needed, and num_slots and num_blocks are None. Equal bits. Without recurrent layers or
+        prefix caching there is nothing to share: split.
     max_model_len: longest prompt + answer; None: the model's own limit.
     """
 
@@ -72,6 +77,7 @@ class EngineConfig:
     num_speculative_tokens: int = 0
     overlap: bool = False
     memory_budget_bytes: int = 2 << 30
+    memory: Memory = "split"
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
@@ -115,6 +121,16 @@ class EngineConfig:
         self._require(self.memory_budget_bytes > 0, "memory_budget_bytes", "must be positive")
         self._require(
             self.restore in get_args(Restore), "restore", f"must be one of {get_args(Restore)}"
+        )
+        self._require(
+            self.memory in get_args(Memory), "memory", f"must be one of {get_args(Memory)}"
+        )
+        sized = self.num_slots is not None or self.num_blocks is not None
+        self._require(
+            not (sized and self.memory == "shared"),
+            "memory",
+            f"is sized by memory_budget_bytes alone, got num_slots={self.num_slots} and "
+            f"num_blocks={self.num_blocks}",
         )
         self._require(self.device in DEVICES, "device", f"must be in {DEVICES}")
         self._require(self.kernels in IMPLEMENTATIONS, "kernels", f"must be in {IMPLEMENTATIONS}")
@@ -210,3 +226,25 @@ def pool_sizes(
     extra = max(0, left) // slot_bytes if config.enable_prefix_caching and slot_bytes else 0
     most = -(-num_blocks * config.block_size // config.chunk_stride)  # a state at every boundary
     return live_slots + min(extra, most), num_blocks
+
+
+def num_shared_pages(config: EngineConfig, layout: PageLayout, *, max_model_len: int) -> int:
+    """Pages of a shared memory, the padding page included.
+
+    What the budget holds, but no more than all sequences at full length could use with a state at
+    every boundary. ValueError when one stride of K/V does not fit beside the slots.
+    """
+    longest = -(-max_model_len // config.block_size)
+    num_blocks = config.max_num_seqs * longest
+    strides = -(-num_blocks * config.block_size // config.chunk_stride)
+    most = -(-num_blocks // layout.blocks_per_page) + strides
+    slots = config.fewest_slots + SPARE_SLOTS  # the padding among them
+    num_pages = min(config.memory_budget_bytes // layout.page_bytes, slots + most)
+    fewest = min(config.chunk_stride // config.block_size, longest)
+    if (num_pages - slots) * layout.blocks_per_page < fewest:
+        raise ValueError(
+            f"memory_budget_bytes={config.memory_budget_bytes} holds no stride of K/V beside "
+            f"{slots} pages of {layout.page_bytes} bytes for slots: raise it, or lower "
+            f"max_num_seqs={config.max_num_seqs}"
+        )
+    return num_pages

@@ -14,8 +14,9 @@ from cache.kv_block_manager import KVBlockManager
 from cache.linear_state_block_manager import LinearStateBlockManager
 from cache.placement import parse_placement
 from cache.policy_names import parse_policy
+from cache.shared_memory import PageLayout, SharedMemory
 from engine.answer_text import AnswerText
-from engine.config import EngineConfig, pool_sizes
+from engine.config import EngineConfig, num_shared_pages, pool_sizes
 from engine.model import Qwen35Model
 from engine.model_config import ModelConfig
 from engine.output import EngineStats, RequestOutput
@@ -106,15 +107,23 @@ class LLM:
                 f"{config.device!r} read ids on the host, which no graph can; use kernels='triton' "
                 "(on the CPU with TRITON_INTERPRET=1), or cuda_graphs=False"
             )
-        num_slots, num_blocks = pool_sizes(
-            config,
-            slot_bytes=0 if shape is None else shape.slot_bytes,
-            kv_bytes_per_token=self.model_config.kv_bytes_per_token(
-                model.dtype.itemsize, draft=model.can_draft
-            ),
-            max_model_len=self.max_model_len,
+        kv_bytes = self.model_config.kv_bytes_per_token(model.dtype.itemsize, draft=model.can_draft)
+        layout, memory = None, None
+        if config.memory == "shared" and config.enable_prefix_caching and shape and kv_bytes:
+            layout = PageLayout.fitting(shape.slot_bytes, config.block_size * kv_bytes)
+            num_slots = num_shared_pages(config, layout, max_model_len=self.max_model_len)
+            memory = SharedMemory(num_slots, layout.blocks_per_page)
+            num_blocks = memory.blocks.num_ids
+        else:
+            num_slots, num_blocks = pool_sizes(
+                config,
+                slot_bytes=0 if shape is None else shape.slot_bytes,
+                kv_bytes_per_token=kv_bytes,
+                max_model_len=self.max_model_len,
+            )
+        self.worker = Worker(
+            model, config, num_slots=num_slots, num_blocks=num_blocks, layout=layout
         )
-        self.worker = Worker(model, config, num_slots=num_slots, num_blocks=num_blocks)
         caching, seed = config.enable_prefix_caching, config.hash_seed
         linear = None
         if shape is not None:
@@ -127,14 +136,21 @@ class LLM:
                 placement=None
                 if config.placement is None
                 else parse_placement(config.placement, config.chunk_stride),
-                policy=parse_policy(config.eviction, self.model_config.prefill_flops),
+                policy=parse_policy(
+                    config.eviction,
+                    self.model_config.prefill_flops,
+                    memory,
+                    tokens_per_page=layout.blocks_per_page * config.block_size if layout else 1,
+                ),
                 num_scratch=config.max_num_seqs * config.num_scratch,
+                memory=memory,
             )
         self.manager = CompositeBlockManager(
             KVBlockManager(
                 num_blocks,
                 HashDomain("kv", config.block_size, seed),
                 chunk_stride=config.chunk_stride,
+                memory=memory,
             ),
             linear,
             enable_prefix_caching=caching,
@@ -244,7 +260,7 @@ class LLM:
             )
         longest = min(num_prompt_tokens + sampling.max_tokens, self.max_model_len) - 1
         needed = self.manager.kv.num_blocks_for(longest)  # the last token is never computed
-        there = self.manager.kv.pool.num_ids - 1
+        there = self.manager.kv.pool.capacity
         if needed > there:
             raise ValueError(
                 f"{num_prompt_tokens} prompt tokens and max_tokens={sampling.max_tokens} need "

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
+from cache.shared_memory import PageLayout
 from cache.state_pool import StatePool, StateShape
 from engine.batch import ModelInputs, ScheduledRow, draft_inputs
 from engine.draft_head import DraftHead
@@ -328,23 +329,25 @@ class Qwen35Model:
         )
 
     def make_pools(
-        self, num_slots: int, num_blocks: int, block_size: int
+        self, num_slots: int, num_blocks: int, block_size: int, layout: PageLayout | None = None
     ) -> tuple[StatePool | None, torch.Tensor]:
-        """The state pool, and K/V [full layers, 2, num_blocks, block_size, kv, D], both zeroed."""
+        """The state pool, and K/V [full layers, 2, num_blocks, block_size, kv, D], both zeroed.
+
+        layout: both in one memory of `num_slots` pages; None: each in its own.
+        """
         c = self.config
         shape = self.state_shape
-        pool = None if shape is None else StatePool(num_slots, shape, self.device, self.ops)
-        heads = (c.num_key_value_heads, c.head_dim)
-        kv_cache = torch.zeros(
-            c.num_full_layers + (self.draft_head is not None),
-            2,
-            num_blocks,
-            block_size,
-            *heads,
-            dtype=self.dtype,
-            device=self.device,
-        )
-        return pool, kv_cache
+        layers = c.num_full_layers + (self.draft_head is not None)
+        sizes = (layers, 2, num_blocks, block_size, c.num_key_value_heads, c.head_dim)
+        if layout is None or shape is None:
+            pool = None if shape is None else StatePool(num_slots, shape, self.device, self.ops)
+            return pool, torch.zeros(sizes, dtype=self.dtype, device=self.device)
+        memory = torch.zeros(num_slots, layout.page_bytes, dtype=torch.uint8, device=self.device)
+        pool = StatePool(num_slots, shape, self.device, self.ops, memory)
+        row = c.num_key_value_heads * c.head_dim
+        block_stride = layout.block_bytes // self.dtype.itemsize
+        strides = (2 * block_size * row, block_size * row, block_stride, row, c.head_dim, 1)
+        return pool, memory.view(self.dtype).as_strided(sizes, strides)
 
     def forward(
         self, inputs: ModelInputs, pool: StatePool | None, kv_cache: torch.Tensor

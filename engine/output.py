@@ -75,6 +75,7 @@ class EngineStats:
     tokens_drafted, tokens_accepted: guesses of the draft head, and those that were right.
     tokens_prefilled_idle: those of background requests, not among the others.
     decodes_replayed, decodes_eager: steps with decoding rows, from a graph or launched op by op.
+    slots_free, blocks_cached: of shared memory both count pages of K/V that no state needs.
     slots_scratch: set aside for verify steps, in use or not.
     smallest_prompt_that_can_hit: tokens; shorter prompts miss with `below_stride`.
     """
@@ -114,7 +115,7 @@ class EngineStats:
         kv, linear = manager.kv.pool, manager.linear
         live = 0 if linear is None else linear.num_live
         saved = 0 if linear is None else len(linear.cache)
-        total = 0 if linear is None else linear.pool.num_ids - 1
+        total = 0 if linear is None else linear.pool.num_total
         return cls(
             queries=manager.num_queries,
             hits=manager.num_hits,
@@ -139,7 +140,7 @@ class EngineStats:
             blocks_in_use=kv.num_in_use,
             blocks_cached=kv.num_evictable,
             blocks_free=kv.num_free,
-            blocks_total=kv.num_ids - 1,
+            blocks_total=kv.num_total,
             requests_waiting=sum(not seq.background for seq in scheduler.waiting),
             requests_running=sum(not seq.background for seq in scheduler.running),
             requests_background=scheduler.num_background,

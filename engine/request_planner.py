@@ -24,7 +24,7 @@ class RequestPlanner:
         self.template = template
         self._vocab_size = llm.model_config.vocab_size
         self._chunk_stride = llm.config.chunk_stride
-        pool_tokens = (llm.manager.kv.pool.num_ids - 1) * llm.config.block_size
+        pool_tokens = llm.manager.kv.pool.capacity * llm.config.block_size
         self._max_tokens = min(llm.max_model_len, pool_tokens + 1)  # the last is never computed
 
     def completion_jobs(self, body: CompletionRequest, request_id: str) -> list[Job]:

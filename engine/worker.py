@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from cache.ops import RestoreOutcome
+from cache.shared_memory import PageLayout
 from cache.state_pool import StatePool, StateShape, restore_linear_state_slots
 from engine.batch import Batch, ModelInputs, ScheduledRow, build_inputs
 from engine.config import EngineConfig
@@ -44,9 +45,10 @@ class Model(Protocol):
         """What a slot holds; None without recurrent layers."""
 
     def make_pools(
-        self, num_slots: int, num_blocks: int, block_size: int
+        self, num_slots: int, num_blocks: int, block_size: int, layout: PageLayout | None = None
     ) -> tuple[StatePool | None, torch.Tensor]:
-        """The state pool (None without recurrent layers) and the K/V cache."""
+        """The state pool (None without recurrent layers) and the K/V cache; with a layout both in
+        one memory."""
 
     def forward(
         self, inputs: ModelInputs, pool: StatePool | None, kv_cache: torch.Tensor
@@ -138,12 +140,13 @@ class Worker:
         *,
         num_slots: int,
         num_blocks: int,
+        layout: PageLayout | None = None,
         stream: Stream | None = None,
     ) -> None:
         self.model = model
         self.config = config
         try:
-            pools = model.make_pools(num_slots, num_blocks, config.block_size)
+            pools = model.make_pools(num_slots, num_blocks, config.block_size, layout)
         except (RuntimeError, MemoryError) as error:  # what torch raises when an allocation fails
             raise ValueError(
                 f"no memory for num_slots={num_slots} and num_blocks={num_blocks} of "

@@ -1,10 +1,11 @@
 """Which states should be kept when slots run out?
 
 Replays real traces through the engine's own block managers under every placement and eviction
-policy: K/V unlimited, slots limited. Measured is prefill work over that of a cache that keeps the
-state of every grid boundary. The sessions of the coding agents start uniformly over 24 hours; with
---seeds N they are drawn N times, the last N - 1 for a few policies only. The grid is the traces'
-own: 64 tokens for coding agents, 512 for chat.
+policy: K/V unlimited, slots limited; then with K/V and states in so many bytes, split once for all
+or shared (there the grid is 512 tokens). Measured is prefill work over that of a cache that keeps
+the state of every grid boundary. The sessions of the coding agents start uniformly over 24 hours;
+with --seeds N they are drawn N times, the last N - 1 for a few policies only. The grid is the
+traces' own: 64 tokens for coding agents, 512 for chat.
 
     python -m experiments.policies --traces DIR
     python -m experiments.policies --small
@@ -15,7 +16,8 @@ Exit status: 0, or 2 for a refused option.
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,21 @@ from experiments.command_line import fill_in, new_parser, question, refused
 from experiments.console import console, tracked
 from experiments.options import count
 from experiments.outcome import asked, publish, remove_results
+from experiments.policies_budget import (
+    BUDGETS_GB,
+    GRID,
+    KV_SHARES,
+    PLACEMENT,
+    POLICY,
+    kv_share_at_end,
+    mark_best,
+    outcome,
+    shared_memory,
+    split_memory,
+)
 from experiments.policies_model import CHECKPOINT_BYTES, Outcome, Prompt, managers, prompts_of
 from experiments.policies_model import replay as replay_prompts
-from experiments.policies_report import conclusion, draw, table
+from experiments.policies_report import budget_table, conclusion, draw, table
 from experiments.traces import (
     CLAUDE_BLOCK,
     CLAUDE_FILE,
@@ -57,6 +71,7 @@ class Trace:
     name: str
     grid: int
     prompts: list[Prompt]
+    coarse: list[Prompt]  # in blocks of policies_budget.GRID
     seed: int = 0
 
 
@@ -69,8 +84,11 @@ def read_traces(options: argparse.Namespace) -> list[Trace]:
     agents = claude_sessions(folder, sessions=options.sessions)
     chat = mooncake_requests(folder, requests=options.requests)
     return [
-        Trace("claude", CLAUDE_BLOCK, prompts_of(agents, CLAUDE_BLOCK)),
-        Trace("mooncake", MOONCAKE_BLOCK, prompts_of(chat, MOONCAKE_BLOCK)),
+        Trace(name, block, prompts_of(requests, block), prompts_of(requests, GRID))
+        for name, block, requests in (
+            ("claude", CLAUDE_BLOCK, agents),
+            ("mooncake", MOONCAKE_BLOCK, chat),
+        )
     ]
 
 
@@ -101,7 +119,7 @@ def rows_of(trace: Trace, placement: str) -> Iterator[dict[str, Any]]:
 def draw_of(options: argparse.Namespace, seed: int) -> Trace:
     """The coding agents with other starts."""
     agents = claude_sessions(options.traces, sessions=options.sessions, seed=seed)
-    return Trace("claude", CLAUDE_BLOCK, prompts_of(agents, CLAUDE_BLOCK), seed)
+    return Trace("claude", CLAUDE_BLOCK, prompts_of(agents, CLAUDE_BLOCK), [], seed)
 
 
 def rows_of_draw(trace: Trace) -> list[dict[str, Any]]:
@@ -115,20 +133,51 @@ def rows_of_draw(trace: Trace) -> list[dict[str, Any]]:
     ]
 
 
+def budget_rows(trace: Trace, budget_gb: int) -> list[dict[str, Any]]:
+    """Every split into which the longest prompt fits, then one budget for both."""
+    rows = []
+    for share in (*KV_SHARES, None):
+        manager = shared_memory(budget_gb) if share is None else split_memory(budget_gb, share)
+        found = outcome(trace.coarse, manager)
+        if found is None:
+            continue
+        row = as_row(trace, PLACEMENT, POLICY, None, found)
+        row |= {"budget_gb": budget_gb, "bytes": budget_gb * 10**9}
+        row |= {"memory": "shared" if share is None else "split"}
+        rows.append(row | {"kv_share": kv_share_at_end(manager) if share is None else share})
+    return rows
+
+
+def all_budget_rows(traces: Sequence[Trace]) -> list[dict[str, Any]]:
+    """Of every trace and budget, two at once; the best splits are marked."""
+    steps = [(replace(trace, prompts=[]), gb) for trace in traces for gb in BUDGETS_GB]
+    with ProcessPoolExecutor(2) as pool:
+        running = pool.map(budget_rows, *zip(*steps, strict=True))
+        found = [next(running) for _ in tracked(range(len(steps)), "K/V and states in one budget")]
+    rows = [row for each in found for row in each]
+    mark_best(rows)
+    return rows
+
+
 def as_row(
     trace: Trace, placement: str, policy: str, slots: int | None, found: Outcome
 ) -> dict[str, Any]:
-    """work: over the least that is possible. bytes: of all slots, or of all states ever saved."""
+    """work: over the least that is possible. bytes: of all slots, or of all states ever saved.
+
+    budget_gb: for K/V and states together; None: K/V is unlimited.
+    """
     return {
         "trace": trace.name,
         "seed": trace.seed,
         "placement": placement,
         "policy": policy,
         "slots": slots,
+        "budget_gb": None,
+        "memory": "split",
         "work": found.work / found.least_work,
         "token_hit_rate": found.reused_tokens / found.tokens,
         "bytes": (found.checkpoints if slots is None else slots) * CHECKPOINT_BYTES,
-        "checkpoints_per_request": found.checkpoints / len(trace.prompts),
+        "checkpoints_per_request": found.checkpoints / len(trace.prompts or trace.coarse),
         "evictions": found.state_evictions,
     }
 
@@ -160,10 +209,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             total = 1 if one else 1 + len(SLOTS) * len(POLICIES)
             running = rows_of(trace, placement)
             rows += [next(running) for _ in tracked(range(total), f"{trace.name}, {placement}")]
+    rows += all_budget_rows(traces)
     del traces
     for seed in range(1, options.seeds):
         rows += rows_of_draw(draw_of(options, seed))
     console().print(table(rows))
+    console().print(budget_table(rows))
     results = {
         "question": QUESTION,
         "conclusion": conclusion(rows),

@@ -19,10 +19,15 @@ Prefill work, 1 = of a cache that keeps the state of every grid boundary. K/V un
 e: prompt ends, e(64): 64 tokens above them; b: branches. draw: of the coding agents' session
 starts, for those policies that were given several. unlimited: with slots for every state that the
 placement saves. belady: knows the future, counts all states alike."""
+_BUDGET_LEGEND = """\
+Prefill work, 1 = of a cache that keeps everything. The bytes are
+split once for all (the best of a few splits), or shared by pages
+that hold a state or K/V."""
 
 
 def table(rows: Rows) -> Table:
     """One line a trace, placement and policy; one column a number of slots."""
+    rows = [row for row in rows if row["budget_gb"] is None]
     slots = sorted({row["slots"] for row in rows if row["slots"] is not None})
     headers = ("trace", "draw", "saved at", "policy", *(str(each) for each in slots), "all")
     out = new_table(headers, _LEGEND, left=headers[:4], narrow=True)
@@ -35,6 +40,46 @@ def table(rows: Rows) -> Table:
         short = placement.replace("prompt_end", "e").replace("branch", "b")
         out.add_row(NAMES[trace], str(seed), short, policy, *cells)
     return out
+
+
+def budget_table(rows: Rows) -> Table:
+    """One line a trace and budget: the best split, and one budget for both."""
+    headers = ("trace", "GB", "best split", "K/V of it", "shared", "K/V at its end")
+    out = new_table(headers, _BUDGET_LEGEND, left=headers[:1], narrow=True)
+    for best, shared in budget_pairs(rows):
+        out.add_row(
+            NAMES[best["trace"]],
+            str(best["budget_gb"]),
+            f"{best['work']:.2f}",
+            f"{best['kv_share']:.0%}",
+            f"{shared['work']:.2f}",
+            f"{shared['kv_share']:.0%}",
+        )
+    return out
+
+
+def budget_pairs(rows: Rows) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Of each trace and budget: the best split, and the shared memory."""
+    with_budget = [row for row in rows if row["budget_gb"] is not None]
+    shared = {
+        (row["trace"], row["budget_gb"]): row for row in with_budget if row["memory"] == "shared"
+    }
+    best = [row for row in with_budget if row.get("best_split")]
+    return [(row, shared[row["trace"], row["budget_gb"]]) for row in best]
+
+
+def budget_conclusion(rows: Rows) -> str:
+    """Whether one budget is as good as the best split of it, to 5 %."""
+    ratios = [(shared["work"] / best["work"], best) for best, shared in budget_pairs(rows)]
+    if not ratios:
+        return "The longest prompt fits no budget."
+    (least, _), (most, at) = (pick(ratios, key=lambda pair: pair[0]) for pick in (min, max))
+    verdict = "within" if most <= 1.05 else "NOT within"
+    return (
+        f"K/V and states in one budget of 50 to 500 GB take {least:.2f} to {most:.2f} times the "
+        f"work of the best static split (most: {NAMES[at['trace']]}, {at['budget_gb']} GB): "
+        f"{verdict} 5 %."
+    )
 
 
 def works(rows: Rows, trace: str, policy: str, slots: int, placement: str = _COMB) -> list[float]:
@@ -64,7 +109,7 @@ def conclusion(rows: Rows) -> str:
     return (
         "Prefill work over the least possible, states 64 tokens above prompt ends, at branches and "
         "every 8,192 tokens, evicted by learnt value (mean and range of the draws of session "
-        f"starts): {'; '.join(parts)}."
+        f"starts): {'; '.join(parts)}. {budget_conclusion(rows)}"
     )
 
 
@@ -79,7 +124,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for trace, style in (("claude", "-"), ("mooncake", ":")):
         for policy, (color, marker) in _LOOKS.items():
             wanted = {"trace": trace, "policy": policy, "placement": _COMB}
-            wanted["seed"] = 0
+            wanted |= {"seed": 0, "budget_gb": None}
             mine = [row for row in results["rows"] if wanted.items() <= row.items()]
             x, y = [row["slots"] for row in mine], [row["work"] for row in mine]
             label = f"{NAMES[trace]}, {policy}"

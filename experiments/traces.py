@@ -42,16 +42,19 @@ class Request:
     runs: Runs
 
     def block_ids(self, block_size: int) -> list[int]:
-        """Ids of the whole blocks of `block_size` tokens; it divides `hash_block`.
+        """Ids of the whole blocks of `block_size` tokens; it divides `hash_block`, or the other way
+        round.
 
         Smaller blocks than the trace's own are numbered within theirs: prompts that part inside a
-        block of the trace share nothing of it.
+        block of the trace share nothing of it. Larger ones have the id of the last part of them.
         """
-        parts = self.hash_block // block_size
-        assert parts * block_size == self.hash_block, (block_size, self.hash_block)
+        parts = max(1, self.hash_block // block_size)
+        whole = max(1, block_size // self.hash_block)
+        matched = parts * block_size == self.hash_block * whole
+        assert matched, (block_size, self.hash_block)
         spans = (range(first * parts, (first + count) * parts) for first, count in self.runs)
         ids = [id_ for span in spans for id_ in span]
-        return ids[: self.input_tokens // block_size]
+        return ids[whole - 1 :: whole][: self.input_tokens // block_size]
 
 
 def claude_sessions(folder: Path, *, sessions: int | None = None, seed: int = 0) -> list[Request]:

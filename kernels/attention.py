@@ -63,23 +63,27 @@ def _write_kernel(
     p_indices,
     row_k,
     row_v,
-    STRIDE_KC_ROW: tl.constexpr,
-    STRIDE_KC_HEAD: tl.constexpr,
-    STRIDE_VC_ROW: tl.constexpr,
-    STRIDE_VC_HEAD: tl.constexpr,
+    SKB: tl.constexpr,
+    SKR: tl.constexpr,
+    SKH: tl.constexpr,
+    SVB: tl.constexpr,
+    SVR: tl.constexpr,
+    SVH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     index = tl.load(p_indices + i_row)  # int64
+    block, row = index // BLOCK_SIZE, index % BLOCK_SIZE
     o_x = tl.arange(0, BLOCK)
     m_x = o_x < KV * D
     b_k = tl.load(p_k + i_row * row_k + o_x, mask=m_x)
     b_v = tl.load(p_v + i_row * row_v + o_x, mask=m_x)
     o_head, o_d = (o_x // D).to(tl.int64), o_x % D
-    tl.store(p_k_cache + index * STRIDE_KC_ROW + o_head * STRIDE_KC_HEAD + o_d, b_k, mask=m_x)
-    tl.store(p_v_cache + index * STRIDE_VC_ROW + o_head * STRIDE_VC_HEAD + o_d, b_v, mask=m_x)
+    tl.store(p_k_cache + block * SKB + row * SKR + o_head * SKH + o_d, b_k, mask=m_x)
+    tl.store(p_v_cache + block * SVB + row * SVR + o_head * SVH + o_d, b_v, mask=m_x)
 
 
 def write_kv(
@@ -114,10 +118,7 @@ def write_kv(
         row_stride(v),
         num_warps=2,
         num_stages=1,
-        STRIDE_KC_ROW=k_cache.stride(1),
-        STRIDE_KC_HEAD=k_cache.stride(2),
-        STRIDE_VC_ROW=v_cache.stride(1),
-        STRIDE_VC_HEAD=v_cache.stride(2),
+        **cache_strides(k_cache, v_cache),
         KV=kv,
         D=D,
         BLOCK=next_power_of_2(kv * D),

@@ -22,8 +22,12 @@ def write_kv(
     """Store rows k, v [R, kv, D] at flat indices (block_id * block_size + offset) of the caches."""
     validate.write_kv(k, v, k_cache, v_cache, kv_indices)
     rows = as_ids(kv_indices, "kv_indices", k.device).tensor
-    k_cache.flatten(0, 1).index_copy_(0, rows, k)
-    v_cache.flatten(0, 1).index_copy_(0, rows, v)
+    block_size = k_cache.shape[1]
+    for cache, x in ((k_cache, k), (v_cache, v)):
+        if cache.stride(0) == block_size * cache.stride(1):
+            cache.flatten(0, 1).index_copy_(0, rows, x)  # a view: blocks lie back to back
+        else:
+            cache[rows // block_size, rows % block_size] = x
 
 
 def _gather(cache: torch.Tensor, block_table: Sequence[int], kv_len: int) -> torch.Tensor:

@@ -50,6 +50,10 @@ CACHE_TESTS = [
     "tests/cache/test_state_pool.py",
     "tests/cache/test_placement.py",
     "tests/cache/test_eviction.py",
+    "tests/cache/test_kv_paths.py",
+    "tests/cache/test_shared_memory.py",
+    "tests/cache/test_sized_value_index.py",
+    "tests/cache/test_shared_memory_stateful.py",
     "tests/cache/test_composite_stateful.py",
 ]
 ENGINE_TESTS = [
@@ -79,6 +83,9 @@ OWN_TESTS = {
     "admission": "tests/cache/test_eviction.py",
     "step_loop": "tests/engine/test_overlap.py",
     "policy_names": "tests/cache/test_eviction.py",
+    "shared_slots": "tests/cache/test_shared_memory.py",
+    "shared_blocks": "tests/cache/test_shared_memory.py",
+    "dead_first": "tests/cache/test_shared_memory.py",
 }
 # A kernel's own tests, those that kill most first: the others would take minutes for each mutation.
 KERNEL_TESTS = {

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import torch
 
+from cache.shared_memory import PageLayout
 from cache.state_pool import StatePool, StateShape
 from engine.batch import ModelInputs, ScheduledRow
 from engine.model_config import ModelConfig
@@ -136,10 +137,14 @@ class OracleModel:
         return drafts
 
     def make_pools(
-        self, num_slots: int, num_blocks: int, block_size: int
+        self, num_slots: int, num_blocks: int, block_size: int, layout: PageLayout | None = None
     ) -> tuple[StatePool, torch.Tensor]:
-        pool = StatePool(num_slots, self.state_shape)
-        return pool, torch.full((num_blocks, block_size), -7, dtype=torch.int64)
+        if layout is None:
+            pool = StatePool(num_slots, self.state_shape)
+            return pool, torch.full((num_blocks, block_size), -7, dtype=torch.int64)
+        memory = torch.full((num_slots, layout.page_bytes // 8), -7, dtype=torch.int64)
+        pool = StatePool(num_slots, self.state_shape, memory=memory.view(torch.uint8))
+        return pool, memory.as_strided((num_blocks, block_size), (layout.block_bytes // 8, 1))
 
     def forward(self, inputs: ModelInputs, pool: StatePool, kv_cache: torch.Tensor) -> torch.Tensor:
         prefill, decode = inputs.prefill_slots, inputs.decode_slots
@@ -161,7 +166,7 @@ class OracleModel:
         tables = [*inputs.prefill_block_tables.tolist(), *(decode_tables[i] for i in ends[:-1])]
         starts = [*inputs.start_positions.tolist(), *(kv_lens[i] - 1 for i in ends[:-1])]
         each_write = iter(decode.write.tolist())
-        flat = kv_cache.view(-1)
+        block_size = kv_cache.shape[1]
         next_tokens: dict[int, int] = {}
         at, chunk = 0, 0
         for index, (length, start, table) in enumerate(zip(rows, starts, tables, strict=True)):
@@ -171,7 +176,8 @@ class OracleModel:
             decodes = index >= len(lengths)
             for position in range(start, start + length):
                 state.advance(int(inputs.token_ids[at]))
-                flat[inputs.kv_indices.host[at]] = state.value
+                kv_index = inputs.kv_indices.host[at]
+                kv_cache[kv_index // block_size, kv_index % block_size] = state.value
                 at += 1
                 if decodes:
                     slot = next(each_write)

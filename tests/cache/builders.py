@@ -14,6 +14,7 @@ from cache.kv_block_manager import KVBlockManager
 from cache.linear_state_block_manager import LinearStateBlockManager
 from cache.ops import LinearStateCacheOp
 from cache.placement import Placement
+from cache.shared_memory import SharedMemory
 
 STRIDE = 4
 BLOCK = 2
@@ -42,10 +43,14 @@ def sequence(
 
 
 def kv_leaf(
-    num_blocks: int = 64, *, block_size: int = BLOCK, stride: int | None = None
+    num_blocks: int = 64,
+    *,
+    block_size: int = BLOCK,
+    stride: int | None = None,
+    memory: SharedMemory | None = None,
 ) -> KVBlockManager:
     domain = HashDomain("kv", block_size)
-    return KVBlockManager(num_blocks, domain, chunk_stride=stride or block_size)
+    return KVBlockManager(num_blocks, domain, chunk_stride=stride or block_size, memory=memory)
 
 
 def linear_leaf(
@@ -58,6 +63,7 @@ def linear_leaf(
     placement: Placement | None = None,
     policy: EvictionPolicy | None = None,
     num_scratch: int = 0,
+    memory: SharedMemory | None = None,
 ) -> LinearStateBlockManager:
     return LinearStateBlockManager(
         num_slots,
@@ -68,6 +74,7 @@ def linear_leaf(
         placement=placement,
         policy=policy,
         num_scratch=num_scratch,
+        memory=memory,
     )
 
 
@@ -83,7 +90,12 @@ def composite(
     recurrent: bool = True,
     placement: Placement | None = None,
     policy: EvictionPolicy | None = None,
+    num_scratch: int = 0,
+    memory: SharedMemory | None = None,
 ) -> CompositeBlockManager:
+    """memory: one budget for both; num_blocks and num_slots say nothing then."""
+    if memory is not None:
+        num_blocks, num_slots = memory.blocks.num_ids, memory.num_pages
     linear = None
     if recurrent:
         linear = linear_leaf(
@@ -94,9 +106,11 @@ def composite(
             caching=caching,
             placement=placement,
             policy=policy,
+            num_scratch=num_scratch,
+            memory=memory,
         )
     return CompositeBlockManager(
-        kv_leaf(num_blocks, block_size=block_size, stride=stride),
+        kv_leaf(num_blocks, block_size=block_size, stride=stride, memory=memory),
         linear,
         enable_prefix_caching=caching,
     )

@@ -79,6 +79,7 @@ class Ledger:
         for index in range(row.start // size, -(-row.end // size)):
             id_ = seq.block_table[index]
             assert pool.ref_count(id_) == 1 and not pool.is_published(id_), f"{id_} is shared"
+            self._overwrite_the_state_of_its_page(id_)
             self.blocks[id_] = value(seq, min(row.end, (index + 1) * size))
             # The tile of attention that a prompt ends in is not that of a longer prompt.
             whole = row.end // self.manager.chunk_stride * self.manager.chunk_stride
@@ -86,12 +87,27 @@ class Ledger:
             _mark(self.inexact_blocks, id_, exact=reads_exact and prefilled)
         exact = reads_exact and row.end <= seq.num_prompt_tokens
         if row.op is not None:
+            self._overwrite_the_blocks_of_its_page(row.op.linear_state_id)
             self.states[row.op.linear_state_id] = value(seq, row.end)
             _mark(self.inexact_states, row.op.linear_state_id, exact=exact)
         for boundary, slot in row.snapshots:
             assert row.start < boundary < row.end
+            self._overwrite_the_blocks_of_its_page(slot)
             self.states[slot] = value(seq, boundary)
             _mark(self.inexact_states, slot, exact=exact)
+
+    def _overwrite_the_state_of_its_page(self, block: int) -> None:
+        """With one budget the bytes of a block may have been those of a state ..."""
+        memory = None if self.manager.linear is None else self.manager.linear.memory
+        if memory is not None:
+            self.states.pop(block // memory.blocks_per_page, None)
+
+    def _overwrite_the_blocks_of_its_page(self, slot: int) -> None:
+        """... and the other way round."""
+        memory = None if self.manager.linear is None else self.manager.linear.memory
+        if memory is not None:
+            for block in range(memory.blocks_per_page):
+                self.blocks.pop(slot * memory.blocks_per_page + block, None)
 
     def check(self) -> None:
         """Every published id holds what its key, its boundary and its provenance promise."""

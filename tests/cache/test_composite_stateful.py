@@ -48,6 +48,9 @@ class CompositeBesideALedger(RuleBasedStateMachine):
             max_num_seqs=3,
             policy=POLICIES[policy](),
         )
+        self.begin()
+
+    def begin(self) -> None:
         self.ledger = Ledger(self.manager)
         self.sequences: list[CachedSequence] = []
         self.rows: list[Row] = []

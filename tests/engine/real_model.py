@@ -71,6 +71,10 @@ def poison_unowned(llm):
     It waits for its turn on the stream, as whoever is given them next does.
     """
     manager, worker = llm.manager, llm.worker
+    memory = None if manager.linear is None else manager.linear.memory
+    if memory is not None:
+        worker.stream.submit(_poison_shared(memory, worker, manager.linear.scratch))
+        return
     blocks, slots = _unowned(manager.kv.pool), []
     if manager.linear is not None:
         slots = [*_unowned(manager.linear.pool), *manager.linear.scratch]
@@ -81,6 +85,26 @@ def poison_unowned(llm):
             worker.state_pool.arena[slots] = 255  # NaN in every dtype
 
     worker.stream.submit(poison)
+
+
+def _poison_shared(memory, worker, scratch):
+    """Pages that are nobody's, and on K/V pages the blocks that nobody holds. What they are is
+    looked up at once, what is returned fills them."""
+    pages = [0, *memory.unused]
+    slots = [*pages, *scratch]
+    each = range(memory.blocks_per_page)
+    blocks = [page * memory.blocks_per_page + i for page in pages for i in each]
+    blocks += [b for b in _unowned(memory.blocks)[1:] if _is_kv(memory, b)]
+
+    def poison():
+        worker.state_pool.arena[slots] = 255
+        worker.kv_cache[:, :, blocks] = torch.nan
+
+    return poison
+
+
+def _is_kv(memory, block):
+    return memory.owners[block // memory.blocks_per_page] is memory.blocks
 
 
 def _unowned(pool):

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig, pool_sizes
+from cache.shared_memory import PageLayout
+from engine.config import EngineConfig, num_shared_pages, pool_sizes
 
 EVICTION = ["lru", "lru_cap_per_path(1)", "lru_cap_per_path(2)", "flop_aware(0)"]
 EVICTION += ["flop_aware(0.5)", "value"]
@@ -259,3 +260,42 @@ def test_a_budget_without_room_for_a_stride_is_refused_with_what_to_change():
     words = "memory_budget_bytes=6279.*5 slots of 1000 bytes.*max_num_seqs=4"
     with pytest.raises(ValueError, match=words):
         pool_sizes(config, slot_bytes=1000, kv_bytes_per_token=10, max_model_len=1000)
+
+
+# ---- one memory for both
+
+
+def test_pages_of_the_budget_but_no_more_than_all_sequences_can_use():
+    layout = PageLayout(block_bytes=64, blocks_per_page=4)
+    config = EngineConfig(max_num_seqs=2, memory_budget_bytes=256 * 40, memory="shared")
+    assert num_shared_pages(config, layout, max_model_len=100_000) == 40
+    # 2 x 3 blocks in 2 pages, 6 states, and 5 pages: padding, live slots, a source, one more
+    assert num_shared_pages(config, layout, max_model_len=150) == 2 + 6 + 5
+
+
+def test_a_shared_memory_must_hold_a_stride_beside_the_slots():
+    layout = PageLayout(block_bytes=64, blocks_per_page=1)
+    stride = {"max_num_seqs": 2, "chunk_stride": 128, "max_num_batched_tokens": 128}
+    fits = EngineConfig(**stride, memory_budget_bytes=64 * 7)
+    assert num_shared_pages(fits, layout, max_model_len=1000) == 7
+    small = dataclasses.replace(fits, memory_budget_bytes=64 * 7 - 1)
+    words = "memory_budget_bytes=447 holds no stride of K/V beside 5 pages of 64 bytes.*seqs=2"
+    with pytest.raises(ValueError, match=words):
+        num_shared_pages(small, layout, max_model_len=1000)
+    assert num_shared_pages(small, layout, max_model_len=64) == 6
+
+
+def test_scratch_slots_of_a_shared_memory_are_not_for_k_v():
+    layout = PageLayout(block_bytes=64, blocks_per_page=1)
+    config = EngineConfig(max_num_seqs=2, num_speculative_tokens=1, memory_budget_bytes=64 * 9)
+    with pytest.raises(ValueError, match="beside 9 pages"):
+        num_shared_pages(config, layout, max_model_len=1000)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"num_slots": 40}, {"num_blocks": 40}, {"num_slots": 40, "num_blocks": 40}]
+)
+def test_a_shared_memory_is_sized_by_the_budget_alone(sizes):
+    assert EngineConfig(**sizes).memory == "split"
+    with pytest.raises(ValueError, match="sized by memory_budget_bytes alone"):
+        EngineConfig(**sizes, memory="shared")

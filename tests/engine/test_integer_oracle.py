@@ -86,8 +86,11 @@ class EngineMachine(RuleBasedStateMachine):
             cuda_graphs=self.graphs,
             max_model_len=600 if self.graphs else None,
         )
+        self.begin(config, stream)
+
+    def begin(self, config: EngineConfig, stream) -> None:
         self.llm = LLM.from_model(self.model, config)
-        if config.overlaps:
+        if config.overlaps and stream is not None:
             self.llm.worker.stream = stream()
         self.prompts: dict[str, tuple[list[int], int]] = {}
         self.stops: dict[str, tuple[int, ...]] = {}
@@ -221,6 +224,10 @@ class EngineMachine(RuleBasedStateMachine):
             ]
             self.llm.worker.stream.submit(partial(memory.__setitem__, free, 255))
 
+    def no_id_is_lost(self) -> None:
+        for pool in (self.llm.manager.kv.pool, self.llm.manager.linear.pool):
+            assert pool.num_free + pool.num_evictable + pool.num_in_use == pool.num_ids - 1
+
     # ---- what must always hold
 
     @invariant()
@@ -228,8 +235,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "llm"):
             return
         self.llm.scheduler.check()
-        for pool in (self.llm.manager.kv.pool, self.llm.manager.linear.pool):
-            assert pool.num_free + pool.num_evictable + pool.num_in_use == pool.num_ids - 1
+        self.no_id_is_lost()
         stats = self.llm.stats()
         assert 0 <= stats.hits <= stats.queries
         assert stats.hits + sum(stats.misses.values()) == stats.queries

@@ -21,7 +21,7 @@ class Recorder:
         self.recurrent = recurrent
         self.inputs = None
 
-    def make_pools(self, num_slots, num_blocks, block_size):
+    def make_pools(self, num_slots, num_blocks, block_size, layout=None):
         return StatePool(num_slots, SHAPE) if self.recurrent else None, torch.empty(0)
 
     def forward(self, inputs, pool, kv_cache):

@@ -10,6 +10,7 @@ from cache.kv_block_manager import KVBlockManager
 from cache.placement import SPARSE, combined
 from experiments.belady import Belady, uses_by_key
 from experiments.policies import FURTHER_DRAWS, PLACEMENTS, POLICIES, SLOTS, main
+from experiments.policies_budget import BUDGETS_GB, KV_SHARES
 from experiments.policies_model import UnlimitedKV, managers, prompts_of, replay
 from experiments.traces import CLAUDE_FILE, MOONCAKE_FILE, Request
 
@@ -110,13 +111,21 @@ def test_a_run_writes_a_row_for_every_trace_placement_policy_and_number_of_slots
     assert main(["--small", "--traces", str(traces), "--json", str(out)]) == 0
     results = json.loads(out.read_text())
     rows = results["rows"]
-    first = [row for row in rows if row["seed"] == 0]
+    by_slots = [row for row in rows if row["budget_gb"] is None]
+    first = [row for row in by_slots if row["seed"] == 0]
     assert len(first) == 2 * (2 * (1 + len(SLOTS) * len(POLICIES)) + 1)
-    again = [(row["slots"], row["policy"]) for row in rows if row not in first]
+    again = [(row["slots"], row["policy"]) for row in by_slots if row not in first]
     assert again == FURTHER_DRAWS and {row["seed"] for row in rows} == {0, 1}
+    budgets = [row for row in rows if row["budget_gb"] is not None]
+    assert [(row["budget_gb"], row["memory"]) for row in budgets] == 2 * [
+        (budget, memory)
+        for budget in BUDGETS_GB
+        for memory in (*("split" for _ in KV_SHARES), "shared")
+    ]
+    assert sum(row.get("best_split", False) for row in budgets) == 2 * len(BUDGETS_GB)
     keys = {"trace", "placement", "policy", "slots", "work", "token_hit_rate", "bytes"}
     assert all(keys <= row.keys() and row["work"] >= 1.0 for row in rows)
-    turns = [row for row in rows if row["trace"] == "claude"]
+    turns = [row for row in by_slots if row["trace"] == "claude"]
     at_ends = [row["work"] for row in turns if row["placement"] == PLACEMENTS[0]]
     assert set(at_ends) == {1.0}
     above = [row["work"] for row in turns if row["placement"] == SPARSE]

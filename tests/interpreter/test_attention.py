@@ -302,6 +302,30 @@ def test_k_and_v_have_their_own_strides():
     assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))
 
 
+def test_blocks_of_a_shared_memory_are_written_and_read_where_they_lie():
+    """Every block has the K and V of both layers side by side, and a gap behind them."""
+    kv, D, size, blocks = 2, 16, 16, 6
+    row = kv * D
+    arena = torch.full((blocks, 4 * size * row + 24), float("nan"))
+    sizes, strides = (2, blocks, size, kv, D), (size * row, arena.shape[1], row, D, 1)
+    far = arena[:, 2 * size * row :].as_strided(sizes, strides, 2 * size * row)
+    near = torch.full(sizes, float("nan"))
+    k, v = normal(1, 40, kv, D), normal(2, 40, kv, D)
+    q, gate = queries(40, 4, D, torch.float32)
+    table = [4, 1, 3]
+    indices = [table[t // size] * size + t % size for t in range(40)]
+    outs = []
+    for pair in (near, far):
+        write_kv(k, v, *pair, indices)
+        prefill = attention_prefill(q, gate, *pair, **packed([40], [0], [table]))
+        lists = {"kv_lens": [40], "block_tables": [table]}
+        step = attention_decode.attention_decode(q[-1:], gate[-1:], *pair, **lists)
+        outs.append(torch.cat([prefill, step]))
+    assert same_bits(near, far.contiguous())
+    assert arena[:, : 2 * size * row].isnan().all() and arena[:, -24:].isnan().all()
+    assert torch.equal(*outs) and outs[0].isfinite().all()
+
+
 def test_padding_rows_share_block_0_and_no_rows_write_nothing():
     k, v = normal(1, 4, 2, 16), normal(2, 4, 2, 16)
     caches = torch.full((2, 3, 4, 2, 16), float("nan"))

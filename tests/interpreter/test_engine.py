@@ -103,6 +103,27 @@ def test_the_triton_path_gives_the_tokens_of_the_torch_path(cold):
         assert (logits(ours) - logits(torchs)).abs().max() < 1e-4
 
 
+def test_shared_memory_changes_no_bit_of_any_logit(models, cold):
+    """As few pages as will do, so that most of them are states once and K/V another time."""
+    sizes = {"max_num_seqs": 1, "memory": "shared"}
+    page_bytes = engine(models["triton"], **sizes).worker.state_pool.arena.stride(0)
+    llm = engine(models["triton"], **sizes, memory_budget_bytes=9 * page_bytes)
+    memory = llm.manager.linear.memory
+    owned, uses = memory._owned, {page: set() for page in range(memory.num_pages)}
+
+    def note(page, pool):
+        uses[page].add(pool)
+        return owned(page, pool)
+
+    memory._owned = note
+    for tokens in [PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[0]]:
+        [output] = llm.generate([tokens], GREEDY)
+        assert output.token_ids == cold(tokens).token_ids
+        assert torch.equal(logits(output), logits(cold(tokens)))
+    assert llm.stats().hits > 0
+    assert sum(len(pools) == 2 for pools in uses.values()) >= 2
+
+
 @pytest.mark.parametrize("restore", ["copy", "redirect"])
 def test_hits_change_no_bit_of_any_logit(models, cold, restore):
     llm = engine(models["triton"], restore=restore)

@@ -170,11 +170,26 @@ def test_writing_kv_lets_padding_rows_share_a_place_in_block_0(ops):
 
 
 @OPS
-def test_writing_kv_refuses_a_cache_whose_flat_view_would_be_a_copy(ops):
-    caches = torch.zeros(4, 2, 2, 1, 3)
+def test_writing_kv_finds_the_rows_of_blocks_that_lie_apart(ops):
+    """K and V of a block side by side, and a gap behind them."""
+    memory = torch.zeros(4, 5, 1, 3)  # of a block: two rows of K, two of V, and one of nobody
+    rows = normal(1, 3, 1, 3)
+    expected = memory.clone()
+    for row, (block, offset) in enumerate([(2, 1), (1, 0), (3, 1)]):
+        expected[block, offset] = rows[row]
+        expected[block, 2 + offset] = 2 * rows[row]
+    ops.write_kv(rows, 2 * rows, memory[:, :2], memory[:, 2:4], torch.tensor([5, 2, 7]))
+    assert torch.equal(memory, expected)
+
+
+@OPS
+def test_writing_kv_refuses_blocks_that_overlap(ops):
+    memory = torch.zeros(100)
     rows = normal(1, 1, 1, 3)
-    with pytest.raises(ValueError, match="strides of k_cache"):
-        ops.write_kv(rows, rows, caches[:, 0], caches[:, 1], torch.tensor([5]))
+    k_cache = memory.as_strided((4, 2, 1, 3), (3, 3, 3, 1))
+    with pytest.raises(ValueError, match="strides of k_cache: expected one block after the other"):
+        ops.write_kv(rows, rows, k_cache, torch.zeros(4, 2, 1, 3), torch.tensor([5]))
+    assert not memory.any()
 
 
 @OPS
