@@ -179,9 +179,7 @@ def build_inputs(
         decode_block_tables=BlockTables([rows[i].seq.block_table for i, _ in verified], device),
         decode_slots=StateSlots(Ids(decode_reads, device), Ids(decode_writes, device)),
         decode_cu_seqlens=Ids(decode_cu_seqlens, device) if several else None,
-        late=LateTokens(Ids(list(late), device), Ids(list(late.values()), device))
-        if late
-        else None,
+        late=_late_tokens(late, device),
         hidden=None
         if drafts is None
         else _hidden_rows([rows[i] for i in order], [read_slots[i] for i in order], device=device),

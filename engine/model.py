@@ -363,7 +363,7 @@ class Qwen35Model:
             hidden = self.ops.rms_norm(x, self.norm, eps=eps)
             self.draft_head.remember(hidden, inputs, pool.hidden, kv_cache, rotations)
         if not len(inputs.logit_rows):
-            return torch.empty(0, self.config.vocab_size)
+            return torch.empty(0, self.config.vocab_size, device=x.device)
         rows = x[inputs.logit_rows]
         return self.head(self.ops.rms_norm(rows, self.norm, eps=eps)).float()
 

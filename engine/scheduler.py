@@ -246,9 +246,11 @@ class Scheduler:
             elif doubted and row.is_prefill and row.start > 0:
                 self.manager.discard(seq)
                 self._start_again(seq)
-            else:
+            elif row.end - row.num_drafts <= seq.num_tokens:
                 self._commit(row, ends or {})
                 gone_on.append(row)
+            else:
+                assert seq.abort_requested, "a token that it computed with was never read"
             if seq.abort_requested:
                 self.finish(seq, "abort")
         return [row for row in gone_on if row.seq.status is Status.RUNNING]

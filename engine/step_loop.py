@@ -46,11 +46,20 @@ class StepLoop:
     def step(self) -> list[Sequence]:
         """Runs one step; returns those that got a token. `LLM.step` says what becomes of errors."""
         self.failed_request_ids = ()
-        if self._is_broken or self.scheduler.in_flight is not None:  # interrupted between two lines
+        if self._is_broken or self.scheduler.in_flight is not None:  # interrupted twice
             self._start_over()
+        try:
+            return self._step()
+        except BaseException:
+            if self.scheduler.in_flight is not None:  # an interrupt, between two lines of this step
+                self._start_over()
+            raise
+
+    def _step(self) -> list[Sequence]:
         with self._whole():
             batch = self.scheduler.schedule()
         if batch is None:
+            self.worker.last_restore_seconds = None
             return self._read()
         return self._issue_ahead(batch) if self.overlap else self._issue_alone(batch)
 
@@ -77,7 +86,9 @@ class StepLoop:
         if self._unread is not None and any(r.seq.is_drawn for r in self._unread.awaited):
             advanced = self._read(batch)
         with self._undone(batch):
-            step = self.worker.issue(batch, self._unread)
+            # A token that was read just now may not be there: not finite, or not wanted any more.
+            there = [row for row in batch.rows if row.start < row.seq.num_chosen]
+            step = self.worker.issue(Batch(there), self._unread)
         advanced += self._read(batch)
         with self._whole():
             over = [row.seq for row in batch.rows if row.seq.end_reason is not None]

@@ -25,7 +25,7 @@ class InlineStream:
         done: Future[T] = Future()
         try:
             done.set_result(work())
-        except BaseException as error:
+        except Exception as error:  # an interrupt is told now: it is no result of this work
             done.set_exception(error)
         return done
 

@@ -67,6 +67,7 @@ ENGINE_TESTS = [
     "tests/engine/test_background.py",
     "tests/engine/test_drafts.py",
     "tests/engine/test_overlap.py",
+    "tests/engine/test_overlap_faults.py",
     "tests/engine/test_scheduler_stateful.py",
 ]
 SLOW_TESTS = [
@@ -82,6 +83,7 @@ OWN_TESTS = {
     "saved_states": "tests/cache/test_eviction.py",
     "admission": "tests/cache/test_eviction.py",
     "step_loop": "tests/engine/test_overlap.py",
+    "stream": "tests/engine/test_overlap_faults.py",
     "policy_names": "tests/cache/test_eviction.py",
     "shared_slots": "tests/cache/test_shared_memory.py",
     "shared_blocks": "tests/cache/test_shared_memory.py",
