@@ -32,6 +32,35 @@ class PendingSave:
     provenance: Provenance
 
 
+@dataclass(frozen=True, eq=False)
+class WholeSave:
+    """Slot and blocks that the running step copies to, for the next identical prompt.
+
+    slot: gets the state after its last token; None:
+    that is there already. blocks: (key, block, its copy) of the K/V blocks after the last whole
+    stride, so far as they are not there. One reference to the slot and to each copy.
+    """
+
+    slot: int | None
+    blocks: tuple[tuple[PrefixHash, int, int], ...]
+    provenance: Provenance
+
+
+@dataclass(frozen=True, eq=False)
+class WholeHit:
+    """All that a whole prompt needs is there: its state, its K/V, and the logits after it.
+
+    shared: tokens whose K/V is shared by reference, whole strides. tail: the blocks after them,
+    one reference each until the step that copies them was issued. logits: what the engine kept.
+    """
+
+    slot_id: int
+    shared: int
+    tail: tuple[int, ...]
+    logits: object
+    provenance: Provenance
+
+
 class CachedSequence:
     """Tokens and holdings of a request. Only the block managers change the holdings.
 
@@ -53,6 +82,8 @@ class CachedSequence:
     branch_boundary: where it leaves what others computed; 0: nowhere.
     resumed_boundary: of the checkpoint that it went on from; 0: none.
     was_noted: the eviction policy was told of this request.
+    keeps_whole: it may reuse and leave its prompt as a whole.
+    whole_save, whole_hit: of the running step; they hold references.
     """
 
     def __init__(
@@ -85,6 +116,10 @@ class CachedSequence:
         self.branch_boundary = 0
         self.resumed_boundary = 0
         self.was_noted = False
+        self.keeps_whole = True
+        self.whole_save: WholeSave | None = None
+        self.whole_hit: WholeHit | None = None
+        self._whole_key: PrefixHash | None = None
 
     @property
     def accepts(self) -> Provenance:
@@ -113,6 +148,7 @@ class CachedSequence:
         self.decode_checkpoint = None
         self.branch_boundary = 0
         self.resumed_boundary = 0
+        self.whole_save = self.whole_hit = None
 
     def append_token(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -124,6 +160,19 @@ class CachedSequence:
     def update_linear_state_hashes(self, domain: HashDomain) -> None:
         """Add the state keys of all whole strides that are to have one and have none yet."""
         self._extend(self.linear_state_hashes, domain)
+
+    def whole_key(self, domain: HashDomain) -> PrefixHash:
+        """The key of the prompt as a whole. domain: that of its states."""
+        if self._whole_key is None:
+            self.update_linear_state_hashes(domain)
+            self._whole_key = domain.whole(
+                self.linear_state_hashes,
+                domain.root(self.namespace),
+                self.token_ids,
+                self.num_prompt_tokens,
+                self.multimodal_items,
+            )
+        return self._whole_key
 
     def _extend(self, chain: list[PrefixHash], domain: HashDomain) -> None:
         num_tokens = self.num_prompt_tokens if self.exact else self.num_tokens
@@ -146,5 +195,6 @@ class CachedSequence:
         assert self.num_computed_tokens <= position <= self.num_prompt_tokens == self.num_tokens
         self.token_ids = self.token_ids[:position] + array(TOKEN_TYPECODE, token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self._whole_key = None
         del self.block_hashes[position // block_size :]
         del self.linear_state_hashes[position // chunk_stride :]

@@ -29,6 +29,7 @@ class Kind(StrEnum):
     SUPERSEDED = "superseded"  # a tip that another prompt went on from
     BRANCH = "branch"  # prompts part here
     COMB = "comb"  # on the way, every so many tokens
+    WHOLE = "whole"  # after a whole prompt, for an identical one
 
 
 class EvictionPolicy(Protocol):

@@ -66,6 +66,11 @@ class Provenance(Enum):
         return both[:1] if self is Provenance.PREFILL else both
 
 
+def tail_key(key: PrefixHash, index: int) -> PrefixHash:
+    """Where the K/V block `index`, counted after the last whole stride, of a whole prompt is."""
+    return PrefixHash(_digest(0, key, b"tail block", index.to_bytes(8, "little")))
+
+
 def filed_under(key: PrefixHash, provenance: Provenance) -> PrefixHash:
     """Where content of this prefix and provenance is filed: the two never hide each other."""
     return key if provenance is Provenance.PREFILL else PrefixHash(_digest(0, key, b"decode"))
@@ -106,10 +111,34 @@ class HashDomain:
             start = index * self.step
             end = start + self.step
             parent = chain[-1] if chain else root
-            extra = [
-                item.content_hash + (item.start - start).to_bytes(8, "little", signed=True)
-                for item in items
-                if item.start < end and start < item.start + item.length
-            ]
+            extra = _overlapping(items, start, end)
             chunk = token_ids[start:end].tobytes()
             chain.append(PrefixHash(_digest(self.seed, parent, chunk, *extra)))
+
+    def whole(
+        self,
+        chain: Seq[PrefixHash],
+        root: PrefixHash,
+        token_ids: array,
+        num_tokens: int,
+        items: Seq[MultimodalItem] = (),
+    ) -> PrefixHash:
+        """The key of token_ids[:num_tokens] as a whole prompt; `chain` has all its whole steps.
+
+        Never that of a prefix: what is kept of a prompt that ended here is found by it alone.
+        """
+        num_steps = num_tokens // self.step
+        start = num_steps * self.step
+        parent = chain[num_steps - 1] if num_steps else root
+        length, rest = num_tokens.to_bytes(8, "little"), token_ids[start:num_tokens].tobytes()
+        extra = _overlapping(items, start, num_tokens)
+        return PrefixHash(_digest(self.seed, b"whole prompt", parent, length, rest, *extra))
+
+
+def _overlapping(items: Seq[MultimodalItem], start: int, end: int) -> list[bytes]:
+    """What the items that touch [start, end) add to its key."""
+    return [
+        item.content_hash + (item.start - start).to_bytes(8, "little", signed=True)
+        for item in items
+        if item.start < end and start < item.start + item.length
+    ]

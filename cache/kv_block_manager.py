@@ -60,9 +60,27 @@ class KVBlockManager:
                 return found[0], provenance
         return None
 
-    def num_in_use(self, seq: CachedSequence, boundary: int) -> int:
-        """How many of the shared blocks below `boundary` others hold, so that they cost no room."""
-        keys = seq.block_hashes[: boundary // self.block_size]
+    def find(self, key: PrefixHash) -> int | None:
+        """The block that is filed under this very key."""
+        found = self._index.find(key)
+        return None if found is None else found[0]
+
+    def file(self, key: PrefixHash, id_: int) -> None:
+        """Publish a private block under a key of no chain, unless that is taken."""
+        if not self._index.contains(key):
+            self.pool.publish(id_)
+            self._index.insert(key, id_, None)
+
+    def unfile(self, key: PrefixHash) -> None:
+        """Unpublish the block under this very key, if there is one."""
+        id_ = self.find(key)
+        if id_ is not None:
+            self._index.forget(id_)
+            self.pool.unpublish(id_)
+
+    def num_in_use(self, seq: CachedSequence, boundary: int, *, above: int = 0) -> int:
+        """How many shared blocks of [above, boundary) are held by others: they cost no room."""
+        keys = seq.block_hashes[above // self.block_size : boundary // self.block_size]
         found = (self._find(key, seq.accepts) for key in keys)
         return sum(f is not None and self.pool.ref_count(f[0]) > 0 for f in found)
 
@@ -139,10 +157,7 @@ class KVBlockManager:
         """Unpublish every block under a key of this prompt."""
         for key in seq.block_hashes:
             for provenance in Provenance:
-                found = self._index.find(filed_under(key, provenance))
-                if found is not None:
-                    self._index.forget(found[0])
-                    self.pool.unpublish(found[0])
+                self.unfile(filed_under(key, provenance))
 
     def reset(self) -> None:
         """Forget every block. Only when no sequence is to keep what it holds."""

@@ -6,7 +6,7 @@ from cache.admission import admitted
 from cache.block_pool import BlockPool
 from cache.cached_sequence import CachedSequence, PendingSave, StateSource
 from cache.eviction import EvictionPolicy, Kind
-from cache.hashing import HashDomain, PrefixHash, Provenance
+from cache.hashing import HashDomain, PrefixHash, Provenance, filed_under
 from cache.linear_state_prefix_cache import Checkpoint, LinearStatePrefixCache
 from cache.ops import NO_SLOT, LinearStateCacheOp
 from cache.placement import Placement, Prompt, combined
@@ -119,12 +119,15 @@ class LinearStateBlockManager:
 
     # ---- one step
 
-    def note_request(self, seq: CachedSequence, reach: int) -> None:
-        """Tell the eviction policy, once for each request. reach: tokens whose K/V is cached."""
+    def note_request(self, seq: CachedSequence, reach: int, *, whole: bool = False) -> None:
+        """Tell the eviction policy, once for each request. reach: tokens whose K/V is cached.
+
+        whole: the K/V of the whole prompt is.
+        """
         seq.was_noted = True
         mounted = None if seq.state_source is None else seq.state_source.slot_id
         keys = seq.linear_state_hashes[: reach // self.chunk_stride]
-        self.pool.policy.request(keys, mounted)
+        self.pool.policy.request(self._whole_path(seq) if whole else keys, mounted)
 
     def allocate_for_sequence(self, seq: CachedSequence) -> bool:
         """First the deferred save, then a live slot if the sequence has none. False: no slot."""
@@ -300,6 +303,7 @@ class LinearStateBlockManager:
         room, base = self._room(), 0
         if pool.policy.selective and len(points) > pool.num_free:
             base = self.cache.deepest(keys, 0, start, seq.accepts) or 0
+            base = max([base, *(boundary for boundary, _ in seq.snapshots)])
         slots = admitted(
             points,
             base=base,
@@ -314,7 +318,9 @@ class LinearStateBlockManager:
             self.saves_skipped["not_worth"] += min(len(points), room) - len(slots)
             self.saves_skipped = +self.saves_skipped  # without those that never happened
         for boundary in sorted(passed_over):
-            pool.policy.passed_over(keys[: boundary // self.chunk_stride], points[boundary])
+            kind = points[boundary]
+            path = keys[: boundary // self.chunk_stride]
+            pool.policy.passed_over(self._whole_path(seq) if kind is Kind.WHOLE else path, kind)
         return slots
 
     def _publish(self, seq: CachedSequence, slot: int, save: PendingSave) -> None:
@@ -345,6 +351,33 @@ class LinearStateBlockManager:
             return False
         memory.add_state(slot, None if found is None else found.slot_id, blocks)
         return True
+
+    # ---- whole prompts
+
+    def take_for_whole(self, seq: CachedSequence) -> int | None:
+        """A slot for the state after the whole prompt; None: no room, or others are worth more."""
+        end = seq.num_prompt_tokens
+        return self._admitted(seq, {end: Kind.WHOLE}, end - 1).get(end)
+
+    def publish_whole(
+        self, seq: CachedSequence, slot: int, provenance: Provenance, logits: object
+    ) -> None:
+        """File the state after the whole prompt, unless one is there, and give the slot back."""
+        key, end = seq.whole_key(self.domain), seq.num_prompt_tokens
+        if self.cache.contains(filed_under(key, provenance)):
+            self.saves_skipped["duplicate"] += 1
+        else:
+            self.pool.publish(slot)
+            checkpoint = Checkpoint(slot, end, seq.namespace, provenance, logits)
+            self.cache.insert(key, checkpoint)
+            self.num_saves += 1
+            self.pool.policy.saved(slot, end, self._whole_path(seq), Kind.WHOLE)
+        self.pool.release(slot)
+
+    def _whole_path(self, seq: CachedSequence) -> list[PrefixHash]:
+        """The keys of a whole prompt's strides, the last of them (whole or not) as the prompt's."""
+        num_before = (seq.num_prompt_tokens - 1) // self.chunk_stride
+        return [*seq.linear_state_hashes[:num_before], seq.whole_key(self.domain)]
 
     # ---- leaving
 

@@ -12,12 +12,16 @@ _REMEMBERED_EVICTIONS = 65_536
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published state: the slot that holds it and the number of tokens it stands for."""
+    """A published state: the slot that holds it and the number of tokens it stands for.
+
+    logits: of a whole prompt, what the engine keeps with it: the logits after its last token.
+    """
 
     slot_id: int
     boundary: int
     namespace: Namespace
     provenance: Provenance = Provenance.PREFILL
+    logits: object | None = None
 
 
 class LinearStatePrefixCache:
@@ -26,7 +30,7 @@ class LinearStatePrefixCache:
     Owns no slots: the block manager holds the references and calls `forget` when a slot is evicted.
 
     Invariants, checked by `check()`:
-    1. every entry's boundary is a positive multiple of chunk_stride.
+    1. every entry's boundary is positive, and a multiple of chunk_stride but for a whole prompt's.
     2. every entry is filed under its own slot id.
     3. the entries counted by namespace are all entries.
     """
@@ -102,7 +106,7 @@ class LinearStatePrefixCache:
 
     def insert(self, key: PrefixHash, checkpoint: Checkpoint) -> None:
         """File a checkpoint of the prefix `key` under its provenance."""
-        assert checkpoint.boundary > 0 and checkpoint.boundary % self.chunk_stride == 0, checkpoint
+        self._check_boundary(checkpoint)
         filed = filed_under(key, checkpoint.provenance)
         self._index.insert(filed, checkpoint.slot_id, checkpoint)
         self._by_namespace[checkpoint.namespace] += 1
@@ -134,4 +138,8 @@ class LinearStatePrefixCache:
             found = self._index.find(key)
             assert found is not None and found[1].slot_id == slot_id
             entry = found[1]
-            assert entry.boundary > 0 and entry.boundary % self.chunk_stride == 0
+            self._check_boundary(entry)
+
+    def _check_boundary(self, checkpoint: Checkpoint) -> None:
+        on_grid = checkpoint.boundary % self.chunk_stride == 0
+        assert checkpoint.boundary > 0 and (on_grid or checkpoint.logits is not None), checkpoint

@@ -87,9 +87,13 @@ class Branch:
 
 @dataclass(frozen=True)
 class Combined:
-    """At all boundaries of its parts; of a boundary that several name the last one says why."""
+    """At all boundaries of its parts; of a boundary that several name the last one says why.
+
+    whole_prompt: also what an identical prompt needs (`cache.whole_prompt`), at no grid boundary.
+    """
 
     parts: tuple[Placement, ...]
+    whole_prompt: bool = False
 
     def boundaries(self, start: int, end: int, prompt: Prompt) -> dict[int, Kind]:
         found: dict[int, Kind] = {}
@@ -109,8 +113,8 @@ def combined(
 
 
 _RULE = (
-    "must be prompt_end, prompt_end(TOKENS), branch, every(N) and comb(N), N a multiple of "
-    "chunk_stride, with '+'"
+    "must be prompt_end, prompt_end(TOKENS), branch, whole_prompt, every(N) and comb(N), "
+    "N a multiple of chunk_stride, with '+'"
 )
 
 
@@ -120,7 +124,12 @@ def parse_placement(text: str, chunk_stride: int) -> Combined:
     every(N) and comb(N) are the same, and prompt_end is prompt_end(0).
     """
     names = [name.strip() for name in text.split("+")]
-    numbers: dict[str, list[int]] = {"branch": [], "prompt_end": [], "comb": []}
+    numbers: dict[str, list[int]] = {
+        "branch": [],
+        "prompt_end": [],
+        "whole_prompt": [],
+        "comb": [],
+    }
     for name in names:
         word, number = _read(name, text, chunk_stride)
         numbers[word].append(number)
@@ -132,12 +141,13 @@ def parse_placement(text: str, chunk_stride: int) -> Combined:
         branch=bool(numbers["branch"]),
         before=sum(numbers["prompt_end"]),
     )
-    return Combined((*(Every(number) for number in numbers["comb"]), *last.parts))
+    parts = (*(Every(number) for number in numbers["comb"]), *last.parts)
+    return Combined(parts, whole_prompt=bool(numbers["whole_prompt"]))
 
 
 def _read(name: str, text: str, chunk_stride: int) -> tuple[str, int]:
     """The word and the number of one part."""
-    if name in ("branch", "prompt_end"):
+    if name in ("branch", "prompt_end", "whole_prompt"):
         return name, 0
     found = re.fullmatch(r"(every|comb|prompt_end)\((\d+)\)", name)
     if found is None:

@@ -201,7 +201,7 @@ class ValueIndex:
 
     def _supersede(self, keys: Sequence[PrefixHash], kind: Kind) -> None:
         """A prompt went on from the state above, if that was a prompt's end."""
-        if kind is not Kind.COMB:
+        if kind not in (Kind.COMB, Kind.WHOLE):
             above = self._deepest(keys, len(keys) - 1, comb=False)
             if above is not None and above.kind is Kind.TIP:
                 self._become(above, Kind.SUPERSEDED)

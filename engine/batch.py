@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import torch
 
+from cache.cached_sequence import WholeHit, WholeSave
 from cache.ops import LinearStateCacheOp
 from engine.sequence import Sequence
 from kernels import KERNEL_CHUNK
@@ -21,6 +22,8 @@ class ScheduledRow:
     snapshots: (boundary, slot) to store on the way; boundaries strictly inside (start, end).
     scratch: of a verify row, the slots that get the state after each token of [start, end): the
         first of them is known, the others are drafts.
+    whole: its whole prompt was found: start == end, nothing is computed.
+    keeps: what is copied for the next one with this prompt.
     needs_logits: whether the next token is still to be chosen when it is scheduled (not when known
         tokens are replayed).
     """
@@ -31,9 +34,12 @@ class ScheduledRow:
     op: LinearStateCacheOp | None
     snapshots: tuple[tuple[int, int], ...] = ()
     scratch: tuple[int, ...] = ()
+    whole: WholeHit | None = None
+    keeps: WholeSave | None = None
     needs_logits: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        assert (self.start == self.end) == (self.whole is not None), "a row of no tokens"
         last = self.end - self.num_drafts
         object.__setattr__(self, "needs_logits", last == self.seq.num_chosen)
 

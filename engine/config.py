@@ -25,7 +25,9 @@ class EngineConfig:
         be saved or restored, and where a prefill may be cut.
     checkpoint_every: tokens between the states that are saved on the way through a prompt.
     placement: which states are saved, as "prompt_end(64)+branch+comb(8192)" where slots are few;
-        None: prompt ends, branches and one each `checkpoint_every`.
+        None: prompt ends, branches and one each `checkpoint_every`. "whole_prompt" keeps what
+        identical prompts need to run no forward pass: a state, up to a stride of K/V, and a row of
+        logits on the host.
     eviction: which checkpoint goes when slots run out: "value" (`cache.value_index`), "lru",
         "lru_cap_per_path(2)" or "flop_aware(0.5)".
     block_size: tokens of a K/V block.
@@ -141,6 +143,12 @@ class EngineConfig:
         if self.placement is not None:
             self._check_parsed(
                 "placement", partial(parse_placement, chunk_stride=self.chunk_stride)
+            )
+            whole = parse_placement(self.placement, self.chunk_stride).whole_prompt
+            self._require(
+                not (whole and self.memory == "shared"),
+                "placement",
+                'whole_prompt copies K/V that lies by itself; use memory="split" with it',
             )
         self._require(0 <= self.hash_seed < 1 << 64, "hash_seed", "must be in [0, 2**64)")
         drafts = self.num_speculative_tokens

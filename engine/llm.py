@@ -125,6 +125,9 @@ class LLM:
             model, config, num_slots=num_slots, num_blocks=num_blocks, layout=layout
         )
         caching, seed = config.enable_prefix_caching, config.hash_seed
+        placement = None
+        if config.placement is not None:
+            placement = parse_placement(config.placement, config.chunk_stride)
         linear = None
         if shape is not None:
             linear = LinearStateBlockManager(
@@ -133,9 +136,7 @@ class LLM:
                 checkpoint_every=config.checkpoint_every,
                 max_num_seqs=config.max_num_seqs,
                 enable_prefix_caching=caching,
-                placement=None
-                if config.placement is None
-                else parse_placement(config.placement, config.chunk_stride),
+                placement=placement,
                 policy=parse_policy(
                     config.eviction,
                     self.model_config.prefill_flops,
@@ -154,6 +155,7 @@ class LLM:
             ),
             linear,
             enable_prefix_caching=caching,
+            whole_prompts=placement is not None and placement.whole_prompt,
         )
         self.scheduler = Scheduler(config, self.manager, max_model_len=self.max_model_len)
         self._requests: dict[str, Sequence] = {}

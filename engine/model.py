@@ -349,6 +349,12 @@ class Qwen35Model:
         strides = (2 * block_size * row, block_size * row, block_stride, row, c.head_dim, 1)
         return pool, memory.view(self.dtype).as_strided(sizes, strides)
 
+    def copy_blocks(
+        self, kv_cache: torch.Tensor, sources: list[int], destinations: list[int]
+    ) -> None:
+        """Copy whole blocks of the K/V cache, all layers, K and V. No block is both."""
+        self.ops.copy_blocks(kv_cache, sources, destinations)
+
     def forward(
         self, inputs: ModelInputs, pool: StatePool | None, kv_cache: torch.Tensor
     ) -> torch.Tensor:

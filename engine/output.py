@@ -15,7 +15,8 @@ class RequestOutput:
     "error" when its logits were not finite.
 
     num_cached_tokens: prompt tokens whose K/V and state came from the cache.
-    boundary: the token count of the last checkpoint it resumed from, 0 if none.
+    boundary: the token count of the last checkpoint it resumed from, 0 if none; that of the prompt
+        if nothing was left to compute.
     miss_reason: why nothing was reused, None on a hit.
     limit_reason: why it did not resume later than `boundary`; None if no later one is possible.
     exact: nothing it reused came from decode steps: its bits are those of a cold run.
@@ -144,5 +145,5 @@ class EngineStats:
             requests_waiting=sum(not seq.background for seq in scheduler.waiting),
             requests_running=sum(not seq.background for seq in scheduler.running),
             requests_background=scheduler.num_background,
-            smallest_prompt_that_can_hit=manager.chunk_stride + 1,
+            smallest_prompt_that_can_hit=manager.smallest_prompt_that_can_hit,
         )

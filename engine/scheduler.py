@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 from cache.composite_block_manager import CompositeBlockManager, Match, MissReason
 from cache.hashing import Provenance
+from cache.ops import LinearStateCacheOp
 from engine.batch import Batch, ScheduledRow
 from engine.config import EngineConfig
 from engine.sequence import Sequence, Status
@@ -113,7 +114,8 @@ class Scheduler:
                 continue
             match = self._match(seq)
             end = self._prefill_end(seq, match.boundary, budget)
-            if end == match.boundary or not self._schedule_running(batch, seq, match, end):
+            stays = end == match.boundary and match.whole is None
+            if stays or not self._schedule_running(batch, seq, match, end):
                 budget = 0
             else:
                 budget -= end - match.boundary
@@ -129,7 +131,8 @@ class Scheduler:
             seq = self.waiting[0]
             match = self._match(seq)
             end = self._prefill_end(seq, match.boundary, budget)
-            if end == match.boundary or not self._has_room(seq, match):
+            stays = end == match.boundary and match.whole is None
+            if stays or not self._has_room(seq, match):
                 return
             if not self._add_row(batch, seq, match, end):
                 return
@@ -155,7 +158,7 @@ class Scheduler:
         if not self.running:
             return True
         kv = self.manager.kv
-        needed = kv.num_blocks_for(seq.num_chosen) - kv.num_in_use(seq, match.boundary)
+        needed = kv.num_blocks_for(seq.num_chosen) - kv.num_in_use(seq, match.shared)
         for other in self.running:
             blocks = kv.num_blocks_for(other.num_chosen + 1)
             needed += max(0, blocks - len(other.block_table))
@@ -202,11 +205,26 @@ class Scheduler:
             seq.reused_decoded = True
         if begins and not seq.was_counted:
             _record_reuse(seq, match, reused, limit)
+        keeps = None
         if seq.in_prefill:
             self.manager.plan_saves(seq, match, end)
+            if end == seq.num_chosen:
+                keeps = self.manager.plan_whole(seq)
         linear = self.manager.linear
         op = None if linear is None else linear.cache_op(seq)
-        batch.rows.append(ScheduledRow(seq, seq.num_computed_tokens, end, op, tuple(seq.snapshots)))
+        if seq.whole_hit is not None:
+            assert seq.live_slot is not None
+            op = LinearStateCacheOp(seq.live_slot)  # the step after this one reads the source
+        row = ScheduledRow(
+            seq,
+            seq.num_computed_tokens,
+            end,
+            op,
+            tuple(seq.snapshots),
+            whole=seq.whole_hit,
+            keeps=keeps,
+        )
+        batch.rows.append(row)
         return True
 
     # ---- after the step
@@ -243,7 +261,7 @@ class Scheduler:
                 continue
             if row in cold:
                 self._restart_cold(row)
-            elif doubted and row.is_prefill and row.start > 0:
+            elif doubted and row.start > 0 and (row.is_prefill or row.whole is not None):
                 self.manager.discard(seq)
                 self._start_again(seq)
             elif row.end - row.num_drafts <= seq.num_tokens:
@@ -262,6 +280,13 @@ class Scheduler:
         if not seq.in_prefill and not seq.was_counted:
             seq.was_counted = True
             self.manager.count_query(seq.num_cached_tokens, seq.miss_reason)
+
+    def keep(self, logits: Mapping[ScheduledRow, object]) -> None:
+        """What committed rows have left after the last tokens of their prompts, now that it is
+        known: what they keep for identical prompts can be published."""
+        for row, each in logits.items():
+            assert row.keeps is not None
+            self.manager.keep(row.seq, row.keeps, each)
 
     def distrust(self, seq: Sequence) -> None:
         """Its logits are not finite: it is to end, and its prefix is taken out of the index."""
@@ -364,6 +389,7 @@ class Scheduler:
         for seq in (*self.waiting, *self.idle):
             assert seq.status is Status.WAITING and seq.num_computed_tokens == 0
             assert not seq.block_table and seq.live_slot is None and seq.state_source is None
+            assert seq.whole_hit is None and seq.whole_save is None
         assert all(seq.status is Status.RUNNING for seq in self.running)
         for queue in (self.waiting, self.running, self.idle):
             order = [seq.arrival_index for seq in queue]

@@ -65,6 +65,7 @@ class Sequence(CachedSequence):
         self.arrival_index = -1
         self.reuse_limit: int | None = None
         self.background = background
+        self.keeps_whole = not background  # those are to leave states on the grid
         self.was_counted = background
         self.num_cached_tokens = 0
         self.restored_boundary = 0

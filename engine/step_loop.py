@@ -68,6 +68,7 @@ class StepLoop:
         with self._undone(batch):
             step = self.worker.issue(batch)
             tokens = step.choose()
+            kept = step.kept()
         with self._whole():
             broken = [row for row, chosen in tokens.items() if chosen is None]
             ends = {
@@ -76,6 +77,7 @@ class StepLoop:
                 if chosen is not None and not row.seq.abort_requested
             }
             self.scheduler.commit(batch, cold=step.cold, broken=broken, ends=ends)
+            self.scheduler.keep(kept)
             self._finish(ends)
         return [row.seq for row in tokens]
 
@@ -87,7 +89,9 @@ class StepLoop:
             advanced = self._read(batch)
         with self._undone(batch):
             # A token that was read just now may not be there: not finite, or not wanted any more.
-            there = [row for row in batch.rows if row.start < row.seq.num_chosen]
+            there = [
+                row for row in batch.rows if row.whole is not None or row.start < row.seq.num_chosen
+            ]
             step = self.worker.issue(Batch(there), self._unread)
         advanced += self._read(batch)
         with self._whole():
@@ -111,6 +115,7 @@ class StepLoop:
             step = self._unread
             self.failed_request_ids = tuple(row.seq.request_id for row in step.rows)
             tokens = step.choose()
+            kept = step.kept()
             self.failed_request_ids = ()
             self._unread = None
             awaited = [row for row in step.awaited if row.seq.finish_reason is None]
@@ -122,6 +127,7 @@ class StepLoop:
                     self.scheduler.distrust(row.seq)
                 elif not row.seq.abort_requested:
                     self._take_in(row.seq, chosen)
+            self.scheduler.keep({row: kept[row] for row in awaited if row in kept})
             running_on = set() if ahead is None else ahead.sequences
             self._finish(row.seq for row in awaited if row.seq not in running_on)
         return [row.seq for row in awaited]

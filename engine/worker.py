@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from engine.model_config import ModelConfig
 from engine.sampler import Choice, likeliest, sample
 from engine.sequence import Sequence
 from engine.stream import InlineStream, ReadBack, Stream, ThreadStream
+from engine.whole_rows import LastLogits, WholeRows, last_logits
 from kernels.ids import Ids
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,11 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Logits [num_logits, vocab] float32 of `inputs.logit_rows`."""
 
+    def copy_blocks(
+        self, kv_cache: torch.Tensor, sources: list[int], destinations: list[int]
+    ) -> None:
+        """Copy whole blocks of the K/V cache, all layers. No block is both."""
+
     def draft(
         self,
         rows: Seq[ScheduledRow],
@@ -68,17 +74,22 @@ class Model(Protocol):
 @dataclass(frozen=True)
 class StepResult:
     """What a step leaves of the rows that need logits, in their order, one for each known or
-    guessed token: what is likeliest, here and on the host, and on the host some rows of logits."""
+    guessed token: what is likeliest, here and on the host, and on the host some rows of logits.
+
+    Rows that found their whole prompts come last, and are not among the logits. is_kept: whether
+    all was copied that whole prompts keep."""
 
     likeliest: torch.Tensor  # [2, rows]
     best: ReadBack  # the same
     logits: ReadBack  # [rows that want them, vocab]
+    is_kept: bool = True
 
 
 class Issued:
     """A step given to the stream.
 
-    rows: those that run; cold: those that do not, their restore failed. drafts: guesses, by row.
+    rows: those that run, last of all those that found their whole prompts; cold: those that do
+    not, their restore failed. drafts: guesses, by row.
     awaited: the rows whose next token is to be read back; whoever issued it says so.
     """
 
@@ -112,14 +123,36 @@ class Issued:
         brought = iter(result.logits.wait())
         wanted = _wants_logits(self.rows)
         logits = [next(brought) if wants else None for wants in wanted]
+        logits += [last_logits(self.rows[i]).logits for i in which if self.rows[i].whole]
         choices = sample(seqs, drafts, logits, result.best.wait().tolist())
         return dict(zip((self.rows[i] for i in which), choices, strict=True))
+
+    def kept(self) -> dict[ScheduledRow, LastLogits]:
+        """Waits; of the rows that keep their whole prompts and whose logits are finite."""
+        if all(row.keeps is None for row in self.rows):
+            return {}
+        result = self.wait()
+        if not result.is_kept:
+            return {}
+        brought = iter(result.logits.wait())
+        best = zip(*result.best.wait().tolist(), strict=True)
+        kept = {}
+        rows = [row for row in self.rows if row.needs_logits for _ in range(1 + row.num_drafts)]
+        wanted = _wants_logits(self.rows)  # without those that found their prompts, the last ones
+        for row, wants, (is_finite, token_id) in zip(rows, wanted, best, strict=False):
+            logits = next(brought) if wants else None
+            if row.keeps is not None and is_finite and logits is not None:
+                kept[row] = LastLogits(logits.clone(), token_id)
+        return kept
 
 
 def _wants_logits(rows: Seq[ScheduledRow]) -> list[bool]:
     """Of each row of logits, whether it is to come to the host."""
     return [
-        row.seq.wants_logits for row in rows if row.needs_logits for _ in range(1 + row.num_drafts)
+        row.seq.wants_logits or row.keeps is not None
+        for row in rows
+        if row.needs_logits and row.whole is None
+        for _ in range(1 + row.num_drafts)
     ]
 
 
@@ -172,20 +205,23 @@ class Worker:
             )
 
     def issue(self, batch: Batch, before: Issued | None = None) -> Issued:
-        """Restore, then give the stream one forward pass over every row whose state is there.
+        """Restore, then give the stream one forward pass over every row whose state is there, and
+        the copies that whole prompts need. Rows that found theirs are in no forward pass.
 
         before: the step before, if its tokens were not read back. Waits only for a copy of states,
         which may fail, and for drafts.
         """
         began = time.perf_counter()
-        restored = any(row.op is not None and row.op.restore_requested for row in batch.rows)
+        found = [row for row in batch.rows if row.whole is not None]
+        computed = [row for row in batch.rows if row.whole is None]
+        restored = any(row.op is not None and row.op.restore_requested for row in computed)
         if restored and self.config.restore == "copy":
-            read_slots, cold = self.stream.submit(partial(self._restore, batch.rows)).result()
+            read_slots, cold = self.stream.submit(partial(self._restore, computed)).result()
         else:
-            read_slots, cold = self._restore(batch.rows)
+            read_slots, cold = self._restore(computed)
         self.last_restore_seconds = time.perf_counter() - began if restored else None
-        ran = [i for i, row in enumerate(batch.rows) if row not in cold]
-        rows, reads = [batch.rows[i] for i in ran], [read_slots[i] for i in ran]
+        ran = [i for i, row in enumerate(computed) if row not in cold]
+        rows, reads = [computed[i] for i in ran], [read_slots[i] for i in ran]
         drafts = self._drafts(rows, reads)
         work: Callable[[], StepResult] = _nothing
         if rows:
@@ -199,7 +235,36 @@ class Worker:
             )
             wanted = [place for place, wants in enumerate(_wants_logits(rows)) if wants]
             work = partial(self._run, inputs, before, Ids(wanted, self.config.device))
-        return Issued(rows, cold, drafts, self.stream.submit(work))
+        whole = WholeRows.of([*rows, *found], block_size=self.config.block_size)
+        if whole:
+            work = partial(self._run_and_copy, work, whole)
+        drafts = [*drafts, *([] for _ in found)]
+        return Issued([*rows, *found], cold, drafts, self.stream.submit(work))
+
+    @torch.inference_mode()
+    def _run_and_copy(self, run: Callable[[], StepResult], whole: WholeRows) -> StepResult:
+        """The forward pass, and then what is done beside it."""
+        result = run()
+        if whole.found:
+            self.model.copy_blocks(self.kv_cache, *_columns(whole.found))
+        try:
+            self._copy_what_is_kept(whole)
+        except RuntimeError as error:  # what a device raises; nobody waits for these copies
+            logger.warning("nothing is kept of whole prompts: %s", error)
+            result = replace(result, is_kept=False)
+        if not whole.tokens:
+            return result
+        finite = [1] * len(whole.tokens)
+        known = Ids([*finite, *whole.tokens], self.config.device).tensor.view(2, -1)
+        best = torch.cat([result.likeliest.to(known.device), known], 1)
+        return replace(result, likeliest=best, best=ReadBack(best))
+
+    def _copy_what_is_kept(self, whole: WholeRows) -> None:
+        if whole.slots:
+            assert self.state_pool is not None
+            self.state_pool.copy(*_columns(whole.slots))
+        if whole.blocks:
+            self.model.copy_blocks(self.kv_cache, *_columns(whole.blocks))
 
     @torch.inference_mode()
     def _run(self, inputs: ModelInputs, before: Issued | None, wanted: Ids) -> StepResult:
@@ -267,6 +332,11 @@ class Worker:
         for row in cold:
             logger.warning("request %s is prefilled in full: restore failed", row.seq.request_id)
         return read_slots, cold
+
+
+def _columns(pairs: Seq[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """The first and the second of each pair."""
+    return [first for first, _ in pairs], [second for _, second in pairs]
 
 
 def _nothing() -> StepResult:

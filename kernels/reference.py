@@ -30,6 +30,7 @@ __all__ = [
     "causal_conv",
     "causal_conv_prefill",
     "causal_conv_step",
+    "copy_blocks",
     "copy_slots",
     "delta_gates",
     "gated_delta_prefill",
@@ -297,6 +298,13 @@ def copy_slots(arena: torch.Tensor, sources: list[int], destinations: list[int])
     validate.slot_copies(arena, sources, destinations)
     for source, destination in zip(sources, destinations, strict=True):
         arena[destination] = arena[source]
+
+
+def copy_blocks(kv_cache: torch.Tensor, sources: list[int], destinations: list[int]) -> None:
+    """Copy whole blocks of kv_cache [layers, 2, num_blocks, ...] in every layer, K and V."""
+    validate.block_copies(kv_cache, sources, destinations)
+    for source, destination in zip(sources, destinations, strict=True):
+        kv_cache[:, :, destination] = kv_cache[:, :, source]
 
 
 def zero_slots(arena: torch.Tensor, slots: list[int]) -> None:

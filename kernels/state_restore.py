@@ -1,4 +1,4 @@
-"""Copies and clears whole slots of the state pool in Triton: all layers, one launch.
+"""Copies and clears whole slots of the state pool in Triton: all layers, one launch. So K/V blocks.
 
 A slot is one contiguous span of the arena, so restoring any number of (source, destination) pairs
 is one flat copy: a persistent grid walks tiles of 16 KiB, each thread with eight 16-byte loads in
@@ -76,6 +76,12 @@ def copy_slots(arena: torch.Tensor, sources: list[int], destinations: list[int])
     distinct and none is a source, so the order of the copies does not matter."""
     validate.slot_copies(arena, sources, destinations)
     _run(arena, destinations, sources)
+
+
+def copy_blocks(kv_cache: torch.Tensor, sources: list[int], destinations: list[int]) -> None:
+    """Copy whole K/V blocks, all layers, inside kv_cache [layers, 2, num_blocks, ...]: the block of
+    each layer, K and V, is moved as a slot of its own, all of them in one launch."""
+    copy_slots(*validate.block_copies(kv_cache, sources, destinations))
 
 
 def zero_slots(arena: torch.Tensor, slots: list[int]) -> None:

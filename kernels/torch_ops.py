@@ -27,6 +27,7 @@ __all__ = [
     "causal_conv_prefill",
     "causal_conv_step",
     "check_model",
+    "copy_blocks",
     "copy_slots",
     "delta_gates",
     "gated_delta_net_step",
@@ -302,6 +303,11 @@ def copy_slots(arena: torch.Tensor, sources: list[int], destinations: list[int])
     validate.slot_copies(arena, sources, destinations)
     for source, destination in zip(sources, destinations, strict=True):
         arena[destination].copy_(arena[source])
+
+
+def copy_blocks(kv_cache: torch.Tensor, sources: list[int], destinations: list[int]) -> None:
+    """Copy whole K/V blocks, all layers, inside kv_cache [layers, 2, num_blocks, ...]."""
+    copy_slots(*validate.block_copies(kv_cache, sources, destinations))
 
 
 def zero_slots(arena: torch.Tensor, slots: list[int]) -> None:

@@ -13,7 +13,7 @@ from kernels.matmul import BatchInvariantLinear as linear
 from kernels.norms import gated_rms_norm, qk_norm_rotary, rms_norm, rotary
 from kernels.rows import MAX_WIDTH
 from kernels.slot_rules import require
-from kernels.state_restore import copy_slots, zero_slots
+from kernels.state_restore import copy_blocks, copy_slots, zero_slots
 
 __all__ = [
     "attention_decode",
@@ -21,6 +21,7 @@ __all__ = [
     "causal_conv_prefill",
     "causal_conv_step",
     "check_model",
+    "copy_blocks",
     "copy_slots",
     "delta_gates",
     "gated_delta_net_step",

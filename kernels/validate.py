@@ -8,6 +8,7 @@ The rules for slots are in `slot_rules.py`.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -360,6 +361,30 @@ def slot_copies(arena: torch.Tensor, sources: Sequence[int], destinations: Seque
         require(real, "source slot", f"in [1, {arena.shape[0]})", slot)
     both = sorted({*sources} & {*destinations})
     require(not both, "slots that are source and destination", "none", both)
+
+
+def block_copies(
+    kv_cache: torch.Tensor, sources: Sequence[int], destinations: Sequence[int]
+) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Like `slot_copies`, of the blocks of kv_cache [layers, 2, num_blocks, ...], contiguous.
+
+    Returns the arguments of `copy_slots` that do it: the cache as an arena of the blocks of all
+    layers, K and V, and the ids in it.
+    """
+    require(kv_cache.ndim > 3, "dims of kv_cache", "[layers, 2, num_blocks, ...]", kv_cache.ndim)
+    layout = "contiguous"
+    require(kv_cache.is_contiguous(), "strides of kv_cache", layout, kv_cache.stride())
+    num_planes, num_blocks = kv_cache.shape[0] * kv_cache.shape[1], kv_cache.shape[2]
+    arena = kv_cache.view(num_planes * num_blocks, math.prod(kv_cache.shape[3:])).view(torch.uint8)
+    if not num_planes:  # a model without attention layers
+        return arena, [], []
+    slot_copies(arena[:num_blocks], sources, destinations)
+    firsts = range(0, num_planes * num_blocks, num_blocks)
+    return (
+        arena,
+        [first + id_ for first in firsts for id_ in sources],
+        [first + id_ for first in firsts for id_ in destinations],
+    )
 
 
 def zeroed_slots(arena: torch.Tensor, slots: Sequence[int]) -> None:

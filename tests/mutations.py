@@ -47,6 +47,7 @@ CACHE_TESTS = [
     "tests/cache/test_composite_misses.py",
     "tests/cache/test_composite_releases.py",
     "tests/cache/test_decode_states.py",
+    "tests/cache/test_whole_prompt.py",
     "tests/cache/test_state_pool.py",
     "tests/cache/test_placement.py",
     "tests/cache/test_eviction.py",
@@ -68,6 +69,7 @@ ENGINE_TESTS = [
     "tests/engine/test_drafts.py",
     "tests/engine/test_overlap.py",
     "tests/engine/test_overlap_faults.py",
+    "tests/engine/test_whole_prompt.py",
     "tests/engine/test_scheduler_stateful.py",
 ]
 SLOW_TESTS = [
@@ -84,6 +86,7 @@ OWN_TESTS = {
     "admission": "tests/cache/test_eviction.py",
     "step_loop": "tests/engine/test_overlap.py",
     "stream": "tests/engine/test_overlap_faults.py",
+    "whole_rows": "tests/engine/test_whole_prompt.py",
     "policy_names": "tests/cache/test_eviction.py",
     "shared_slots": "tests/cache/test_shared_memory.py",
     "shared_blocks": "tests/cache/test_shared_memory.py",

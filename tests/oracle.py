@@ -146,6 +146,13 @@ class OracleModel:
         pool = StatePool(num_slots, self.state_shape, memory=memory.view(torch.uint8))
         return pool, memory.as_strided((num_blocks, block_size), (layout.block_bytes // 8, 1))
 
+    def copy_blocks(
+        self, kv_cache: torch.Tensor, sources: list[int], destinations: list[int]
+    ) -> None:
+        assert not {*sources} & {*destinations} and 0 not in destinations
+        assert len({*destinations}) == len(destinations)
+        kv_cache[destinations] = kv_cache[sources]
+
     def forward(self, inputs: ModelInputs, pool: StatePool, kv_cache: torch.Tensor) -> torch.Tensor:
         prefill, decode = inputs.prefill_slots, inputs.decode_slots
         offsets = inputs.cu_seqlens.tolist()

@@ -92,6 +92,7 @@ def composite(
     policy: EvictionPolicy | None = None,
     num_scratch: int = 0,
     memory: SharedMemory | None = None,
+    whole_prompts: bool = False,
 ) -> CompositeBlockManager:
     """memory: one budget for both; num_blocks and num_slots say nothing then."""
     if memory is not None:
@@ -113,6 +114,7 @@ def composite(
         kv_leaf(num_blocks, block_size=block_size, stride=stride, memory=memory),
         linear,
         enable_prefix_caching=caching,
+        whole_prompts=whole_prompts,
     )
 
 

@@ -83,6 +83,14 @@ def test_a_name_is_its_parts():
     assert parse_placement("prompt_end(64)", 64) == Combined((PromptEnd(64),))
 
 
+def test_whole_prompts_are_a_word_beside_the_boundaries():
+    parsed = parse_placement("branch + whole_prompt", 64)
+    assert parsed == Combined((Branch(),), whole_prompt=True)
+    assert parse_placement("whole_prompt", 64) == Combined((), whole_prompt=True)
+    assert not parse_placement("branch", 64).whole_prompt
+    assert parse_placement("whole_prompt", 64).boundaries(0, 640, Prompt(576, 128)) == {}
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -73,8 +73,9 @@ def test_a_placement_that_is_none_is_refused_with_what_there_is(text):
     with pytest.raises(ValueError) as refused:
         EngineConfig(placement=text)
     assert str(refused.value) == (
-        f"placement={text!r}: must be prompt_end, prompt_end(TOKENS), branch, every(N) and "
-        f"comb(N), N a multiple of chunk_stride, with '+'; got {text!r} with chunk_stride=64"
+        f"placement={text!r}: must be prompt_end, prompt_end(TOKENS), branch, whole_prompt, "
+        f"every(N) and comb(N), N a multiple of chunk_stride, with '+'; got {text!r} with "
+        "chunk_stride=64"
     )
 
 
@@ -299,3 +300,12 @@ def test_a_shared_memory_is_sized_by_the_budget_alone(sizes):
     assert EngineConfig(**sizes).memory == "split"
     with pytest.raises(ValueError, match="sized by memory_budget_bytes alone"):
         EngineConfig(**sizes, memory="shared")
+
+
+def test_whole_prompts_in_shared_memory_are_refused():
+    placement = "prompt_end+whole_prompt"
+    with pytest.raises(
+        ValueError, match=r"placement='prompt_end\+whole_prompt': .*memory=\"split\""
+    ):
+        EngineConfig(placement=placement, memory="shared")
+    assert EngineConfig(placement=placement).memory == "split"

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from cache.cached_sequence import CachedSequence
-from cache.hashing import Namespace, Provenance, filed_under
+from cache.hashing import Namespace, Provenance, filed_under, tail_key
 from cache.ops import NO_SLOT, LinearStateCacheOp
 from engine import LLM, EngineConfig, SamplingParams
 from engine.batch import Batch
@@ -51,6 +51,8 @@ class EngineMachine(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 0, 1, 2, 5]),
         period=st.integers(1, 5),
         stream=st.sampled_from([None, None, InlineStream, LazyStream, LazyStream, ThreadStream]),
+        placement=st.sampled_from([None, "whole_prompt", "prompt_end+branch+whole_prompt"]),
+        eviction=st.sampled_from(["lru", "lru", "value", "lru_cap_per_path(2)"]),
     )
     def start(
         self,
@@ -66,6 +68,8 @@ class EngineMachine(RuleBasedStateMachine):
         drafts,
         period,
         stream,
+        placement,
+        eviction,
     ):
         """stream: of overlapping steps; None: they don't overlap."""
         drafts = 0 if self.graphs else drafts
@@ -85,6 +89,8 @@ class EngineMachine(RuleBasedStateMachine):
             overlap=stream is not None,
             cuda_graphs=self.graphs,
             max_model_len=600 if self.graphs else None,
+            placement=placement,
+            eviction=eviction,
         )
         self.begin(config, stream)
 
@@ -94,6 +100,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.llm.worker.stream = stream()
         self.prompts: dict[str, tuple[list[int], int]] = {}
         self.stops: dict[str, tuple[int, ...]] = {}
+        self.first_token_by_key: dict[bytes, int] = {}
         self.states_by_key: dict[bytes, list[int]] = {}
         self.rows_by_key: dict[bytes, list[int]] = {}
         self.before_issue: Callable[[Batch], Batch] | None = None
@@ -140,6 +147,26 @@ class EngineMachine(RuleBasedStateMachine):
                 params = SamplingParams(temperature=0, max_tokens=3)
                 prompt = longest[:400] + suffix
                 self._add(prompt, params, "")
+
+    @rule(
+        base=st.integers(0, 2),
+        length=st.sampled_from([1, 40, 63, 64, 65, 128, 200, 256, 300]),
+        salt=st.sampled_from(SALTS),
+        exact=st.booleans(),
+        more=st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=1, max_size=3),
+        steps=st.integers(0, 4),
+    )
+    def regenerate(self, base, length, salt, exact, more, steps):
+        """A whole prompt comes back, once it was answered: (tokens, exact) for each time."""
+        name = f"r{len(self.prompts)}"
+        for tokens, is_exact in [(2, exact), *more]:
+            while name in self.llm._requests:
+                self._step()
+            params = SamplingParams(temperature=0, max_tokens=tokens)
+            with suppress(ValueError):
+                self._add(BASES[base][:length], params, salt, exact=is_exact)
+        for _ in range(steps):
+            self._step()
 
     @rule(suffix=st.lists(st.integers(0, 250), min_size=1, max_size=70), tokens=st.integers(1, 90))
     def add_an_answer_continued(self, suffix, tokens):
@@ -247,7 +274,13 @@ class EngineMachine(RuleBasedStateMachine):
         index = self.llm.manager.linear.cache._index
         for slot in index.ids():
             words = load(self.llm.worker.state_pool, slot).words()
-            assert words == self.states_by_key[index.key_of(slot)]
+            key = index.key_of(slot)
+            assert words == self.states_by_key[key]
+            kept = index.find(key)[1].logits
+            assert (kept is None) == (key not in self.first_token_by_key)
+            if kept is not None:
+                first = self.first_token_by_key[key]
+                assert kept.likeliest == int(kept.logits.argmax()) == first
 
     @invariant()
     def every_published_block_holds_the_rows_of_its_key(self):
@@ -255,8 +288,9 @@ class EngineMachine(RuleBasedStateMachine):
             return
         index = self.llm.manager.kv._index
         for block in index.ids():
+            wanted = self.rows_by_key[index.key_of(block)]
             rows = self.llm.worker.kv_cache[block].tolist()
-            assert rows == self.rows_by_key[index.key_of(block)]
+            assert rows[: len(wanted)] == wanted  # the last block of a whole prompt has fewer
 
     def teardown(self):
         if not hasattr(self, "llm"):
@@ -293,6 +327,25 @@ class EngineMachine(RuleBasedStateMachine):
         self.prompts[request_id] = (prompt, params.max_tokens)
         self.stops[request_id] = params.stop_token_ids
         self._remember(prompt + expected_output(prompt, params.max_tokens), salt)
+        self._remember_whole(prompt, salt)
+
+    def _remember_whole(self, prompt: list[int], salt: str) -> None:
+        """The true content of the keys of a whole prompt."""
+        namespace = Namespace(self.model.config.fingerprint, "", salt)
+        linear, kv = self.llm.manager.linear.domain, self.llm.manager.kv
+        whole = CachedSequence(prompt, namespace=namespace).whole_key(linear)
+        state, values = State(), []
+        for token in prompt:
+            state.advance(token)
+            values.append(state.value)
+        rest = values[len(prompt) // kv.chunk_stride * kv.chunk_stride :]
+        for how in Provenance:
+            key = filed_under(whole, how)
+            self.states_by_key[key] = state.words()
+            self.first_token_by_key[key] = expected_output(prompt, 1)[0]
+            for i, first in enumerate(range(0, len(rest), kv.block_size)):
+                rows = rest[first : first + kv.block_size]
+                self.rows_by_key[tail_key(key, i)] = rows
 
     def _remember(self, prompt: list[int], salt: str) -> None:
         """The true content of every key that these tokens can publish."""
@@ -344,6 +397,8 @@ class EngineMachine(RuleBasedStateMachine):
             if output.finish_reason != "abort" and output.finished:
                 assert output.token_ids == want
                 assert output.finish_reason == ("stop" if stops else "length")
+            if output.boundary == len(prompt):
+                event("whole prompts")
 
 
 TestEngineMachine = EngineMachine.TestCase

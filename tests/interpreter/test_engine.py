@@ -124,6 +124,16 @@ def test_shared_memory_changes_no_bit_of_any_logit(models, cold):
     assert sum(len(pools) == 2 for pools in uses.values()) >= 2
 
 
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_whole_prompts_change_no_bit_of_any_logit(models, cold, block_size):
+    llm = engine(models["triton"], placement="whole_prompt", block_size=block_size)
+    for tokens in PROMPTS[:2]:
+        llm.generate([tokens], GREEDY)
+        [output] = llm.generate([tokens], GREEDY)
+        assert output.boundary == output.num_cached_tokens == len(tokens)
+        assert torch.equal(logits(output), logits(cold(tokens)))
+
+
 @pytest.mark.parametrize("restore", ["copy", "redirect"])
 def test_hits_change_no_bit_of_any_logit(models, cold, restore):
     llm = engine(models["triton"], restore=restore)

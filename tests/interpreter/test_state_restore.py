@@ -9,7 +9,7 @@ from cache.ops import LinearStateCacheOp, RestoreOutcome
 from cache.state_pool import StatePool, StateShape, restore_linear_state_slots
 from kernels import ops_for, reference, state_restore
 from kernels.launch import Target, recording
-from kernels.state_restore import copy_slots, zero_slots
+from kernels.state_restore import copy_blocks, copy_slots, zero_slots
 
 SHAPE = StateShape(
     num_layers=3,
@@ -38,6 +38,22 @@ def test_a_copy_changes_its_destinations_and_not_a_byte_more(slot_bytes, sources
     copy_slots(arena, sources, destinations)
     reference.copy_slots(expected, sources, destinations)
     assert torch.equal(arena, expected)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 3])
+@pytest.mark.parametrize("width", [4, 2048])  # blocks of 64 bytes, and of two tiles
+@pytest.mark.parametrize(
+    ("sources", "destinations"),
+    [([], []), ([1], [2]), ([1, 1, 4], [2, 3, 5]), ([5, 2], [1, 4])],
+)
+def test_blocks_are_copied_in_all_layers_and_not_a_byte_more(layers, width, sources, destinations):
+    generator = torch.Generator().manual_seed(3)
+    cache = torch.randn(layers, 2, 6, 4, 1, width, generator=generator)
+    expected = cache.clone()
+    copy_blocks(cache, sources, destinations)
+    reference.copy_blocks(expected, sources, destinations)
+    assert torch.equal(cache, expected)
+    assert not destinations or not layers or not torch.equal(cache[:, :, 0], cache[:, :, 1])
 
 
 @pytest.mark.parametrize("slots", [[], [1], [7, 2]])

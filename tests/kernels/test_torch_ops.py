@@ -256,6 +256,26 @@ def test_any_copies_between_disjoint_slots_move_the_sources(order, num_copies):
     assert torch.equal(arena[others], before[others])
 
 
+@pytest.mark.parametrize("layers", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("sources", "destinations"), [([], []), ([1], [2]), ([4, 4, 1], [2, 3, 5]), ([5], [1])]
+)
+def test_a_block_is_copied_in_all_layers_keys_and_values_and_nothing_else(
+    layers, dtype, sources, destinations
+):
+    cache = normal(5, layers, 2, 6, 4, 2, 8).to(dtype)
+    expected = cache.clone()
+    torch_ops.copy_blocks(cache, sources, destinations)
+    for plane in range(2 * layers):
+        for source, destination in zip(sources, destinations, strict=True):
+            expected[plane // 2, plane % 2, destination] = expected[plane // 2, plane % 2, source]
+    assert same_bits(cache, expected)
+    again = normal(5, layers, 2, 6, 4, 2, 8).to(dtype)
+    reference.copy_blocks(again, sources, destinations)
+    assert same_bits(again, expected)
+
+
 # The first slot beyond 2**31 elements; pages of an empty tensor that nobody touches cost nothing.
 def test_slots_beyond_two_to_the_31_elements_are_the_right_ones():
     stride = 2**27

@@ -193,6 +193,35 @@ def test_writing_kv_refuses_blocks_that_overlap(ops):
 
 
 @OPS
+@pytest.mark.parametrize(
+    ("sources", "destinations", "message"),
+    [
+        ([1], [0], r"written slot: expected in \[1, 8\), got 0"),
+        ([1], [8], r"written slot: expected in \[1, 8\), got 8"),
+        ([8], [1], r"source slot: expected in \[1, 8\), got 8"),
+        ([-1], [1], r"source slot: expected in \[1, 8\), got -1"),
+        ([1, 2], [3, 3], "written slots: expected distinct"),
+        ([1, 2], [2, 3], r"source and destination: expected none, got \[2\]"),
+        ([1, 2], [3], "number of sources: expected 1, got 2"),
+    ],
+)
+def test_copying_blocks_refuses_and_writes_nothing(ops, sources, destinations, message):
+    cache = torch.rand(2, 2, 8, 4, 1, 4)
+    before = cache.clone()
+    with pytest.raises(ValueError, match=message):
+        ops.copy_blocks(cache, sources, destinations)
+    assert torch.equal(cache, before)
+
+
+@OPS
+def test_copying_blocks_refuses_a_cache_that_is_no_flat_one(ops):
+    with pytest.raises(ValueError, match="strides of kv_cache: expected contiguous"):
+        ops.copy_blocks(torch.zeros(2, 2, 8, 4, 1, 8)[..., :4], [1], [2])
+    with pytest.raises(ValueError, match=r"dims of kv_cache: expected \[layers, 2"):
+        ops.copy_blocks(torch.zeros(2, 8, 4), [1], [2])
+
+
+@OPS
 def test_an_arena_is_bytes(ops):
     with pytest.raises(ValueError, match="dtype of arena"):
         ops.copy_slots(torch.zeros(4, 4), [1], [2])
