@@ -16,6 +16,7 @@ setup: $(STAMP)
 
 $(STAMP): requirements.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 11), (3, 12)) else f"Python 3.11 or 3.12 is needed, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.12")'
+	@test ! -L $(VENV) || { echo "setup: $(VENV) is a link to $$(readlink $(VENV)), which would be emptied: remove the link, or run make setup there"; exit 1; }
 	@echo "setup: creating $(VENV) with $$($(PYTHON) --version) and installing requirements.txt (some minutes)"
 	@echo "setup: the download is large: several GB with PyPI's CUDA build of torch, about 0.5 GB with a CPU wheel ($(VENV): about 2 GB)"
 	@$(PYTHON) -m venv --clear $(VENV)

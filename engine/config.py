@@ -132,7 +132,7 @@ class EngineConfig:
             not (sized and self.memory == "shared"),
             "memory",
             f"is sized by memory_budget_bytes alone, got num_slots={self.num_slots} and "
-            f"num_blocks={self.num_blocks}",
+            f"num_blocks={self.num_blocks}; leave both None, or use memory='split'",
         )
         self._require(self.device in DEVICES, "device", f"must be in {DEVICES}")
         self._require(self.kernels in IMPLEMENTATIONS, "kernels", f"must be in {IMPLEMENTATIONS}")
@@ -148,7 +148,8 @@ class EngineConfig:
             self._require(
                 not (whole and self.memory == "shared"),
                 "placement",
-                'whole_prompt copies K/V that lies by itself; use memory="split" with it',
+                'whole_prompt can\'t copy the K/V of memory="shared": use memory="split", or leave '
+                "whole_prompt out",
             )
         self._require(0 <= self.hash_seed < 1 << 64, "hash_seed", "must be in [0, 2**64)")
         drafts = self.num_speculative_tokens

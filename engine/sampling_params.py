@@ -50,7 +50,9 @@ class SamplingParams:
         in_range = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 1 << 63)
         self._require(in_range, "seed", "must be None or in [0, 2**63)")
         self._require(
-            _is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "must be >= 1"
+            _is_int(self.max_tokens) and self.max_tokens >= 1,
+            "max_tokens",
+            "must be an integer >= 1",
         )
         self._require(len(self.stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
         self._require(all(isinstance(s, str) and s for s in self.stop), "stop", "no empty strings")
