@@ -1,9 +1,11 @@
 """Which numbers may the README state? Every figure of its text and tables, read from results/."""
 
 import json
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
+from cache.placement import SPARSE
+from experiments.policies_report import budget_pairs, works
 from experiments.results_io import RESULTS, ROOT, git
 
 
@@ -48,6 +50,12 @@ def claims() -> dict[str, str]:
     guesses = {
         row["guesses"]: row for row in load("mtp.json")["rows"] if row["sampling"] == "greedy"
     }
+    kept = load("policies.json")["rows"]
+    learnt, lru = (
+        [mean(works(kept, "claude", name, slots, SPARSE)) for slots in (64, 128)]
+        for name in ("value", "lru")
+    )
+    in_one = [shared["work"] / best["work"] for best, shared in budget_pairs(kept)]
     binaries = load("aot.json")["kernels"]
     kernels = {row["kernel"] for row in binaries}
     return {
@@ -93,6 +101,9 @@ def claims() -> dict[str, str]:
         f"{served['concurrent', 'multi-turn']} times",
         "mtp_one": f"{guesses[1]['tokens_per_step']:.2f} tokens a step with one guess, "
         f"{guesses[3]['tokens_per_step']:.2f} with three",
+        "kept": f"{learnt[0]:.2f} and {learnt[1]:.2f} times the least possible",
+        "kept_by_lru": f"LRU {lru[0]:.2f} and {lru[1]:.2f}",
+        "in_one": f"{min(in_one):.2f} to {max(in_one):.2f} times the best fixed split",
         "killed": str(sum(row["killed"] for row in mutants)),
         "mutants": str(len(mutants)),
         "rule_ms": f"{1e3 * rule['seconds']:.0f} ms, {100 * rule['fraction_of_roof']:.0f} %",
