@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from engine.batch import Batch
+from engine.issued import Issued
 from engine.sampler import Choice
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.worker import Issued, Worker
+from engine.worker import Worker
 
 
 class StepLoop:

@@ -86,6 +86,7 @@ OWN_TESTS = {
     "admission": "tests/cache/test_eviction.py",
     "step_loop": "tests/engine/test_overlap.py",
     "stream": "tests/engine/test_overlap_faults.py",
+    "issued": "tests/engine/test_overlap.py",
     "whole_rows": "tests/engine/test_whole_prompt.py",
     "policy_names": "tests/cache/test_eviction.py",
     "shared_slots": "tests/cache/test_shared_memory.py",

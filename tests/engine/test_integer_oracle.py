@@ -20,8 +20,8 @@ from cache.hashing import Namespace, Provenance, filed_under, tail_key
 from cache.ops import NO_SLOT, LinearStateCacheOp
 from engine import LLM, EngineConfig, SamplingParams
 from engine.batch import Batch
+from engine.issued import Issued
 from engine.stream import InlineStream, ThreadStream
-from engine.worker import Issued
 from tests.lazy_stream import LazyStream
 from tests.oracle import OracleModel, State, expected_output, load
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import engine.worker
+import engine.issued
 from engine import SamplingParams
 from tests.engine.real_model import (
     GREEDY,
@@ -136,7 +136,7 @@ def test_a_sampler_that_raises_harms_no_request(failures, monkeypatch):
     llm = make_engine(**POOLS)
     prompts = [fork(64, 9, branch=i) for i in range(3)]
     request_ids = [llm.add_request(prompt, GREEDY) for prompt in prompts]
-    sample = engine.worker.sample
+    sample = engine.issued.sample
 
     def failing(seqs, *rest):
         nonlocal failures
@@ -145,7 +145,7 @@ def test_a_sampler_that_raises_harms_no_request(failures, monkeypatch):
             raise RuntimeError("no token")
         return sample(seqs, *rest)
 
-    monkeypatch.setattr(engine.worker, "sample", failing)
+    monkeypatch.setattr(engine.issued, "sample", failing)
     while failures:
         with pytest.raises(RuntimeError, match="no token"):
             llm.step()

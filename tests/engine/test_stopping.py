@@ -2,7 +2,7 @@
 
 import pytest
 
-import engine.worker
+import engine.issued
 from engine import SamplingParams
 from engine.sampler import Choice
 from tests.engine.real_model import assert_idle, make_engine, tokens
@@ -24,7 +24,7 @@ def say(monkeypatch):
         def scripted(seqs, *_):
             return [[chosen(ids[seq.num_generated % len(ids)])] for seq in seqs]
 
-        monkeypatch.setattr(engine.worker, "sample", scripted)
+        monkeypatch.setattr(engine.issued, "sample", scripted)
         llm = llm or make_engine()
         params = {"max_tokens": len(ids)} | params
         [output] = llm.generate([tokens(0, 70)], SamplingParams(**params))
@@ -81,7 +81,7 @@ def test_a_stop_string_on_the_last_token_counts_as_stop(say):
 
 def test_a_stop_string_in_the_prompt_does_not_stop_the_answer(say, monkeypatch):
     monkeypatch.setattr(
-        engine.worker, "sample", lambda seqs, *_: [[chosen(ord("z"))] for _ in seqs]
+        engine.issued, "sample", lambda seqs, *_: [[chosen(ord("z"))] for _ in seqs]
     )
     [output] = make_engine().generate("stop here", SamplingParams(stop="here", max_tokens=3))
     assert (output.text, output.finish_reason) == ("zzz", "length")
@@ -137,7 +137,7 @@ def test_stopped_requests_leave_the_others_running(monkeypatch):
         texts = [answers[seq.num_prompt_tokens] for seq in seqs]
         return [[chosen(ord(text[s.num_generated]))] for s, text in zip(seqs, texts, strict=True)]
 
-    monkeypatch.setattr(engine.worker, "sample", scripted)
+    monkeypatch.setattr(engine.issued, "sample", scripted)
     llm = make_engine()
     outputs = llm.generate([[1], [1, 2], [1, 2, 3]], SamplingParams(stop=".", max_tokens=8))
     assert [output.text for output in outputs] == ["ab", "abcd", "abcdefgh"]
