@@ -20,7 +20,6 @@ from cache.hashing import Namespace, Provenance, filed_under, tail_key
 from cache.ops import NO_SLOT, LinearStateCacheOp
 from engine import LLM, EngineConfig, SamplingParams
 from engine.batch import Batch
-from engine.issued import Issued
 from engine.stream import InlineStream, ThreadStream
 from tests.lazy_stream import LazyStream
 from tests.oracle import OracleModel, State, expected_output, load
@@ -103,15 +102,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.first_token_by_key: dict[bytes, int] = {}
         self.states_by_key: dict[bytes, list[int]] = {}
         self.rows_by_key: dict[bytes, list[int]] = {}
-        self.before_issue: Callable[[Batch], Batch] | None = None
+        self.before_issue: Callable[[Batch], None] | None = None
         self.may_fail = False
-        issue = self.llm.worker.issue
+        schedule = self.llm.scheduler.schedule
 
-        def issue_with_hook(batch: Batch, *before: Issued | None) -> Issued:
-            hook, self.before_issue = self.before_issue, None
-            return issue(batch if hook is None else hook(batch), *before)
+        def schedule_with_hook() -> Batch | None:
+            batch = schedule()
+            if batch is not None and self.before_issue is not None:
+                hook, self.before_issue = self.before_issue, None
+                hook(batch)
+            return batch
 
-        self.llm.worker.issue = issue_with_hook  # type: ignore[method-assign]
+        self.llm.scheduler.schedule = schedule_with_hook  # type: ignore[method-assign]
         self.started()
 
     def started(self):
@@ -193,11 +195,10 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.llm.has_unfinished())
     @rule(data=st.data())
     def abort_between_schedule_and_forward(self, data):
-        def abort_some(batch: Batch) -> Batch:
+        def abort_some(batch: Batch) -> None:
             ids = sorted(row.seq.request_id for row in batch.rows)
             for request_id in data.draw(st.lists(st.sampled_from(ids), min_size=1, unique=True)):
                 self.llm.abort(request_id)
-            return batch
 
         self.before_issue = abort_some
         self._step()
@@ -213,14 +214,13 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.llm.has_unfinished())
     @rule(data=st.data(), source=st.sampled_from([NO_SLOT, 0, 10_000]))
     def lose_a_restore_source(self, data, source):
-        def lose(batch: Batch) -> Batch:
+        def lose(batch: Batch) -> None:
             restored = [row for row in batch.rows if row.op.restore_requested]
             if restored:
                 row = data.draw(st.sampled_from(restored))
                 op = LinearStateCacheOp(row.op.linear_state_id, True, source, row.op.boundary)
                 lost = replace(row, op=op)
                 batch.rows[batch.rows.index(row)] = lost
-            return batch
 
         self.before_issue = lose
         self._step()
