@@ -136,7 +136,7 @@ def scaled(sizes: Sizes, scale: float) -> Sizes:
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """Options. Bad ones exit with status 2."""
-    parser = new_parser("regression", __doc__, small="smaller sizes: under 90 seconds")
+    parser = new_parser("regression", __doc__, small="smaller sizes: under three minutes")
     add = parser.add_argument
     add("--requests-scale", type=positive, default=1.0, help="times the requests (%(default)s)")
     add("--clients", type=count, default=16, help="at once (%(default)s)")
