@@ -118,7 +118,7 @@ def conv(bench: Bench) -> None:
 
 
 def slots(bench: Bench) -> None:
-    """copy_slots and zero_slots over the whole arena of a model's slots."""
+    """copy_slots and zero_slots over the whole arena of a model's slots, copy_blocks of a cache."""
     s = bench.sizes
     shape = StateShape(
         num_layers=s.state_layers,
@@ -140,6 +140,11 @@ def slots(bench: Bench) -> None:
     bench.ops.zero_slots(pool.arena, [4, last])
     reference.zero_slots(expected, [4, last])
     bench.equal("zero_slots: whole arena", pool.arena, expected)
+    kv_cache = bench.normal(2, 2, 9, 16, 2, s.width)  # layers, K and V, blocks, rows, heads
+    expected = kv_cache.clone()
+    bench.ops.copy_blocks(kv_cache, [1, 8], [4, 2])
+    reference.copy_blocks(expected, [1, 8], [4, 2])
+    bench.equal("copy_blocks: whole cache", kv_cache, expected)
 
 
 # ---- parts of the above
