@@ -8,15 +8,10 @@ from pathlib import Path
 
 import torch
 
-from cache.composite_block_manager import CompositeBlockManager
-from cache.hashing import HashDomain, Namespace
-from cache.kv_block_manager import KVBlockManager
-from cache.linear_state_block_manager import LinearStateBlockManager
-from cache.placement import parse_placement
-from cache.policy_names import parse_policy
-from cache.shared_memory import PageLayout, SharedMemory
+from cache.hashing import Namespace
 from engine.answer_text import AnswerText
-from engine.config import EngineConfig, num_shared_pages, pool_sizes
+from engine.cache_plan import CachePlan
+from engine.config import EngineConfig
 from engine.model import Qwen35Model
 from engine.model_config import ModelConfig
 from engine.output import EngineStats, RequestOutput
@@ -90,72 +85,24 @@ class LLM:
         self.max_model_len = limit if config.max_model_len is None else config.max_model_len
         if self.max_model_len > limit:
             raise ValueError(f"max_model_len={self.max_model_len}: the model ends at {limit}")
-        shape = model.state_shape
-        if config.num_speculative_tokens and not model.can_draft:
-            raise ValueError(
-                f"num_speculative_tokens={config.num_speculative_tokens}: the model was loaded "
-                "without a draft head; use 0"
-            )
-        if config.num_speculative_tokens and shape is None:
-            raise ValueError(
-                f"num_speculative_tokens={config.num_speculative_tokens}: the model has no "
-                "recurrent layers, and drafting starts from what lies in their slots; use 0"
-            )
-        if config.cuda_graphs and not model.can_capture:
-            raise ValueError(
-                f"cuda_graphs=True: the ops of kernels={config.kernels!r} on device="
-                f"{config.device!r} read ids on the host, which no graph can; use kernels='triton' "
-                "(on the CPU with TRITON_INTERPRET=1), or cuda_graphs=False"
-            )
-        kv_bytes = self.model_config.kv_bytes_per_token(model.dtype.itemsize, draft=model.can_draft)
-        layout, memory = None, None
-        if config.memory == "shared" and config.enable_prefix_caching and shape and kv_bytes:
-            layout = PageLayout.fitting(shape.slot_bytes, config.block_size * kv_bytes)
-            num_slots = num_shared_pages(config, layout, max_model_len=self.max_model_len)
-            memory = SharedMemory(num_slots, layout.blocks_per_page)
-            num_blocks = memory.blocks.num_ids
-        else:
-            num_slots, num_blocks = pool_sizes(
-                config,
-                slot_bytes=0 if shape is None else shape.slot_bytes,
-                kv_bytes_per_token=kv_bytes,
-                max_model_len=self.max_model_len,
-            )
-        self.worker = Worker(
-            model, config, num_slots=num_slots, num_blocks=num_blocks, layout=layout
-        )
-        caching, seed = config.enable_prefix_caching, config.hash_seed
-        placement = None
-        if config.placement is not None:
-            placement = parse_placement(config.placement, config.chunk_stride)
-        linear = None
-        if shape is not None:
-            linear = LinearStateBlockManager(
-                num_slots,
-                HashDomain("linear", config.chunk_stride, seed),
-                checkpoint_every=config.checkpoint_every,
-                max_num_seqs=config.max_num_seqs,
-                enable_prefix_caching=caching,
-                placement=placement,
-                policy=parse_policy(
-                    config.eviction,
-                    self.model_config.prefill_flops,
-                    memory,
-                    tokens_per_page=layout.blocks_per_page * config.block_size if layout else 1,
-                ),
-                num_scratch=config.max_num_seqs * config.num_scratch,
-                memory=memory,
-            )
-        self.manager = CompositeBlockManager(
-            KVBlockManager(
-                num_blocks,
-                HashDomain("kv", config.block_size, seed),
-                chunk_stride=config.chunk_stride,
-                memory=memory,
+        _check_model(model, config)
+        plan = CachePlan.of(
+            config,
+            model.state_shape,
+            kv_bytes_per_token=self.model_config.kv_bytes_per_token(
+                model.dtype.itemsize, draft=model.can_draft
             ),
-            linear,
-            enable_prefix_caching=caching,
-            whole_prompts=placement is not None and placement.whole_prompt,
+            max_model_len=self.max_model_len,
+        )
+        self.worker = Worker(
+            model,
+            config,
+            num_slots=plan.num_slots,
+            num_blocks=plan.num_blocks,
+            layout=plan.layout,
+        )
+        self.manager = plan.manager(
+            has_states=model.state_shape is not None, flops=self.model_config.prefill_flops
         )
         self.scheduler = Scheduler(config, self.manager, max_model_len=self.max_model_len)
         self._requests: dict[str, Sequence] = {}
@@ -337,3 +284,23 @@ class LLM:
     def stats(self) -> EngineStats:
         """Counters and pool contents now."""
         return EngineStats.of(self.scheduler, self.worker)
+
+
+def _check_model(model: Model, config: EngineConfig) -> None:
+    """ValueError for what this model can't do."""
+    if config.num_speculative_tokens and not model.can_draft:
+        raise ValueError(
+            f"num_speculative_tokens={config.num_speculative_tokens}: the model was loaded "
+            "without a draft head; use 0"
+        )
+    if config.num_speculative_tokens and model.state_shape is None:
+        raise ValueError(
+            f"num_speculative_tokens={config.num_speculative_tokens}: the model has no "
+            "recurrent layers, and drafting starts from what lies in their slots; use 0"
+        )
+    if config.cuda_graphs and not model.can_capture:
+        raise ValueError(
+            f"cuda_graphs=True: the ops of kernels={config.kernels!r} on device="
+            f"{config.device!r} read ids on the host, which no graph can; use kernels='triton' "
+            "(on the CPU with TRITON_INTERPRET=1), or cuda_graphs=False"
+        )
