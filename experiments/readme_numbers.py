@@ -42,9 +42,12 @@ def claims() -> dict[str, str]:
         if (row["facts"], row["tokens"]) == (64, 4096)
     )
     longest = load("ttft_vs_prefix.json")["rows"][-1]
+    regression = load("regression.json")
+    exact = sum(row.get("outputs", 0) for row in regression["rows"] if row["server"] != "off")
+    exact += sum(row["conversations"] for row in regression["conversations"] if row["exact"])
     served = {
         (row["mode"], row["workload"]): f"{row['ttft_p50_ratio']:.1f}"
-        for row in load("regression.json")["rows"]
+        for row in regression["rows"]
         if row["server"] == "redirect" and row["client"] == "openai"
     }
     guesses = {
@@ -99,6 +102,7 @@ def claims() -> dict[str, str]:
         f"{served['concurrent', 'shared-prefix']} times sooner",
         "served_turns": f"conversations {served['serial', 'multi-turn']} and "
         f"{served['concurrent', 'multi-turn']} times",
+        "served_exact": f"all {exact:,} exact answers",
         "mtp_one": f"{guesses[1]['tokens_per_step']:.2f} tokens a step with one guess, "
         f"{guesses[3]['tokens_per_step']:.2f} with three",
         "kept": f"{learnt[0]:.2f} and {learnt[1]:.2f} times the least possible",

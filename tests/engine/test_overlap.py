@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 import threading
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from engine import LLM, EngineConfig, SamplingParams
 from engine.stream import InlineStream, ThreadStream
+from tests.engine.test_interrupts import interrupt_at
 from tests.lazy_stream import LazyStream
 from tests.oracle import VOCAB, OracleModel, expected_output, load, state_after
 
@@ -374,30 +374,3 @@ def test_an_interrupt_at_any_line_of_a_step_changes_no_token_and_leaks_nothing(
         assert_nothing_is_held(llm)
         number += 5
     assert number > 100
-
-
-def interrupt_at(llm, event_number):
-    """One step, interrupted at the nth line of the engine; False if it has fewer."""
-    seen = 0
-
-    def trace(frame, event, arg):
-        nonlocal seen
-        if not any(part in frame.f_code.co_filename for part in ("/engine/", "/cache/")):
-            return None
-        if "/tests/" in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            seen += 1
-            if seen == event_number:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        llm.step()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False

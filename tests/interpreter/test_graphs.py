@@ -148,6 +148,7 @@ def test_lengths_on_both_sides_of_a_longer_part_fit_the_grid_of_the_longest(mode
     twins.step([0, 1, 2])
     twins.step([1, 4])  # 49 and 63 rows: two parts of 32
     twins.step([2])  # 48 rows: three parts of 16
+    assert twins.graphs.num_replays == 3, "each was compared with an eager step"
 
 
 def test_nothing_that_a_graph_reads_is_kept_in_a_cache_alone(models):
