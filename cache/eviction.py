@@ -7,7 +7,7 @@ draws a random number, so the same calls evict the same ids.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
-from math import inf, log2
+from math import inf
 from typing import Protocol
 
 from cache.hashing import PrefixHash
@@ -168,72 +168,3 @@ class LruCapPerPath(Lru):
 
     def check(self) -> None:
         self._states.check()
-
-
-class FlopAware(Lru):
-    """The lowest (recency + alpha x work saved per byte) goes first, both scaled to 0..1.
-
-    Recency: 0 for the evictable id that was released longest ago, 1 for now. Work saved: a prefill
-    from token 0 to the boundary, 1 for the largest evictable one. All states have equal bytes.
-    Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs" (2024). As the scales move with
-    time no order of all ids lasts; ids of nearly equal work (2 ** (1/4)) are kept in one LRU line,
-    and the heads of the lines are compared: O(number of lines), under a hundred.
-    """
-
-    def __init__(self, alpha: float, flops: Flops = prefill_flops) -> None:
-        super().__init__()
-        if not 0.0 <= alpha < inf:
-            raise ValueError(f"alpha must be a finite number >= 0, got {alpha}")
-        self.alpha = alpha
-        self._flops = flops
-        self._work: dict[int, float] = {}
-        self._lines: dict[int, OrderedDict[int, int]] = {}
-        self._now = 0
-
-    def saved(self, id_: int, boundary: int, keys: Sequence[PrefixHash], kind: Kind) -> None:
-        self._work[id_] = self._flops(0, boundary)
-
-    def add(self, id_: int) -> None:
-        super().add(id_)
-        self._now += 1
-        self._lines.setdefault(self._line(id_), OrderedDict())[id_] = self._now
-
-    def discard(self, id_: int) -> None:
-        if id_ in self:
-            super().discard(id_)
-            line = self._lines[self._line(id_)]
-            del line[id_]
-            if not line:
-                del self._lines[self._line(id_)]
-
-    def evict(self) -> int:
-        heads = [next(iter(line.items())) for line in self._lines.values()]
-        oldest = min(released for _, released in heads)
-        span = max(1, self._now - oldest)
-        most = max(self._work.get(id_, 0.0) for id_, _ in heads) or 1.0
-
-        def score(head: tuple[int, int]) -> tuple[float, int]:
-            id_, released = head
-            saved = self._work.get(id_, 0.0) / most
-            return (released - oldest) / span + self.alpha * saved, released
-
-        id_ = min(heads, key=score)[0]
-        self.forget(id_)
-        return id_
-
-    def forget(self, id_: int) -> None:
-        self.discard(id_)
-        self._work.pop(id_, None)
-
-    def clear(self) -> None:
-        super().clear()
-        self._lines.clear()
-        self._work.clear()
-
-    def check(self) -> None:
-        in_lines = [id_ for line in self._lines.values() for id_ in line]
-        assert sorted(in_lines) == sorted(self), "lines and evictable ids disagree"
-
-    def _line(self, id_: int) -> int:
-        work = self._work.get(id_, 0.0)
-        return int(4 * log2(work)) if work >= 1.0 else -1

@@ -2,7 +2,8 @@
 
 import re
 
-from cache.eviction import EvictionPolicy, FlopAware, Flops, Lru, LruCapPerPath, prefill_flops
+from cache.eviction import EvictionPolicy, Flops, Lru, LruCapPerPath, prefill_flops
+from cache.flop_aware import FlopAware
 from cache.shared_memory import SharedMemory
 from cache.sized_value_index import SizedValueIndex
 from cache.value_index import ValueIndex

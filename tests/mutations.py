@@ -51,6 +51,7 @@ CACHE_TESTS = [
     "tests/cache/test_state_pool.py",
     "tests/cache/test_placement.py",
     "tests/cache/test_eviction.py",
+    "tests/cache/test_flop_aware.py",
     "tests/cache/test_kv_paths.py",
     "tests/cache/test_shared_memory.py",
     "tests/cache/test_sized_value_index.py",

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cache.cached_sequence import CachedSequence
-from cache.eviction import FlopAware, Lru, LruCapPerPath
+from cache.eviction import Lru, LruCapPerPath
+from cache.flop_aware import FlopAware
 from cache.placement import combined
 from cache.value_index import ValueIndex
 from tests.cache.builders import BLOCK, STRIDE, Row, composite, schedule, sequence

@@ -7,7 +7,8 @@ import pytest
 from cache import value_index
 from cache.admission import admitted
 from cache.block_pool import BlockPool
-from cache.eviction import FlopAware, Kind, Lru, LruCapPerPath, prefill_flops
+from cache.eviction import Kind, Lru, LruCapPerPath, prefill_flops
+from cache.flop_aware import FlopAware
 from cache.policy_names import parse_policy
 from cache.reuse_hazard import AGE_EDGES, ReuseHazard, age_bucket
 from cache.saved_states import SavedStates
@@ -120,38 +121,6 @@ def test_a_path_within_the_cap_is_plain_lru():
     assert evicted(policy) == [1, 2, 3]
     with pytest.raises(ValueError, match="cap must be at least 1, got 0"):
         LruCapPerPath(0)
-
-
-def test_work_saved_outweighs_recency_by_alpha():
-    def filled(alpha):
-        policy = FlopAware(alpha, lambda start, end: float(end - start))
-        save(policy, 1, path(*"abcdefgh"))
-        save(policy, 2, path("x"))
-        save(policy, 3, path("y"))
-        return policy
-
-    assert evicted(filled(0.0)) == [1, 2, 3]
-    assert evicted(filled(2.0)) == [2, 3, 1]
-    with pytest.raises(ValueError, match="alpha must be a finite number >= 0, got -1"):
-        FlopAware(-1.0)
-
-
-def test_recency_and_work_are_shares_of_the_largest():
-    policy = FlopAware(1.5, lambda start, end: float(end - start))
-    save(policy, 1, path(*"abcd"))
-    save(policy, 2, path("x", "y"))
-    save(policy, 3, path("z"))
-    # 0 + 1.5 x 4/4, 1/2 + 1.5 x 2/4 and 1 + 1.5 x 1/4; without the second one the same again
-    assert evicted(policy) == [2, 3, 1]
-
-
-def test_what_an_id_stood_for_before_does_not_count():
-    policy = FlopAware(9.0)
-    save(policy, 1, path("a", "b"))
-    policy.forget(1)
-    policy.add(1)
-    save(policy, 2, path("x"))
-    assert evicted(policy) == [1, 2]
 
 
 def test_the_prefill_cost_is_that_of_the_9b_model():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cache.eviction import FlopAware
+from cache.flop_aware import FlopAware
 from cache.value_index import ValueIndex
 from engine import LLM, EngineConfig, SamplingParams
 from engine.model_config import ModelConfig
