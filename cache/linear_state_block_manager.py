@@ -9,7 +9,7 @@ from cache.eviction import EvictionPolicy, Kind
 from cache.hashing import HashDomain, PrefixHash, Provenance, filed_under
 from cache.linear_state_prefix_cache import Checkpoint, LinearStatePrefixCache
 from cache.ops import NO_SLOT, LinearStateCacheOp
-from cache.placement import Placement, Prompt, combined
+from cache.placement import Placement, Prompt
 from cache.shared_memory import SPARE_SLOTS, SharedMemory
 
 
@@ -34,22 +34,21 @@ class LinearStateBlockManager:
         num_slots: int,
         domain: HashDomain,
         *,
-        checkpoint_every: int,
+        placement: Placement,
         max_num_seqs: int,
         enable_prefix_caching: bool = True,
-        placement: Placement | None = None,
         policy: EvictionPolicy | None = None,
         num_scratch: int = 0,
         memory: SharedMemory | None = None,
     ) -> None:
-        """placement: None: each `checkpoint_every`, prompt ends and branches. policy: None: LRU.
+        """policy: None: LRU.
 
         num_scratch: slots to set aside; what is left must hold the live slots. memory: what the
         slots lie in, if K/V lies there too; then it has `num_slots` pages.
         """
         self.chunk_stride = domain.step
         self.domain = domain
-        self.placement = combined(checkpoint_every) if placement is None else placement
+        self.placement = placement
         self.max_num_seqs = max_num_seqs
         self.enabled = enable_prefix_caching
         self.cache = LinearStatePrefixCache(domain.step)

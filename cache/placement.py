@@ -6,8 +6,10 @@ from typing import Protocol
 
 from cache.eviction import Kind
 
-SPARSE = "prompt_end(64)+branch+comb(8192)"
-"""Where slots are few: `experiments.policies` says what it is worth."""
+MARGIN = 64  # tokens at the end of a prompt that the next turn often replaces
+CHECKPOINT_EVERY = 8192  # tokens
+USUAL = f"prompt_end({MARGIN})+branch+comb({CHECKPOINT_EVERY})"
+"""What an engine saves that is told nothing else; `experiments.policies` says what it is worth."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,11 @@ def combined(
     parts += [Branch(before)] if branch else []
     parts += [PromptEnd(before)] if prompt_end else []
     return Combined(tuple(parts))
+
+
+def usual(every: int) -> Combined:
+    """`USUAL` with another comb."""
+    return combined(every, before=MARGIN)
 
 
 _RULE = (

@@ -7,7 +7,7 @@ from cache.eviction import Flops
 from cache.hashing import HashDomain
 from cache.kv_block_manager import KVBlockManager
 from cache.linear_state_block_manager import LinearStateBlockManager
-from cache.placement import parse_placement
+from cache.placement import parse_placement, usual
 from cache.policy_names import parse_policy
 from cache.shared_memory import PageLayout, SharedMemory
 from cache.state_pool import StateShape
@@ -57,7 +57,7 @@ class CachePlan:
     def manager(self, *, has_states: bool, flops: Flops) -> CompositeBlockManager:
         """Of both leaves, with nothing in use. flops: what a prefill of the model costs."""
         config = self.config
-        placement = None
+        placement = usual(config.checkpoint_every)
         if config.placement is not None:
             placement = parse_placement(config.placement, config.chunk_stride)
         linear = None
@@ -66,10 +66,9 @@ class CachePlan:
             linear = LinearStateBlockManager(
                 self.num_slots,
                 HashDomain("linear", config.chunk_stride, config.hash_seed),
-                checkpoint_every=config.checkpoint_every,
+                placement=placement,
                 max_num_seqs=config.max_num_seqs,
                 enable_prefix_caching=config.enable_prefix_caching,
-                placement=placement,
                 policy=parse_policy(
                     config.eviction,
                     flops,
@@ -89,5 +88,5 @@ class CachePlan:
             kv,
             linear,
             enable_prefix_caching=config.enable_prefix_caching,
-            whole_prompts=placement is not None and placement.whole_prompt,
+            whole_prompts=placement.whole_prompt,
         )

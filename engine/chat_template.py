@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
 
 _SPECIAL_TOKENS = [f"{n}_token" for n in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+_OPENING_ROLES = ("system", "developer")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # What somebody may write next. A word merges with a space before it, a newline with a newline, a
 # sign with a sign: what all three leave alone is safe from the text that really comes.
@@ -105,16 +107,21 @@ def reusable_points(
     prompt_token_ids: list[int],
     tools: Tools = None,
 ) -> list[int]:
-    """Numbers of first tokens of this prompt that a next prompt will start with, ascending.
+    """Numbers of first tokens of this prompt that another prompt will start with, ascending.
 
-    One for an answer and a next user turn, one for a tool call and its result, where the template
-    renders them; equal ones once, and no 0. prompt_token_ids: the encoded `template.render(
-    messages, tools=tools)`. Costs seven renderings; only their ends are tokenised.
+    One for an answer and a next user turn, one for a tool call and its result, one for another
+    conversation with the same system message and tools, where the template renders them; equal ones
+    once, and no 0. prompt_token_ids: the encoded `template.render(messages, tools=tools)`. Costs
+    ten renderings; only their ends are tokenised.
     """
     known = template.render(messages, tools=tools), prompt_token_ids
+    opening = list(takewhile(lambda message: message.get("role") in _OPENING_ROLES, messages))
+    starts = [(messages, _user_turn), (messages, _tool_turn)]
+    if opening or tools:
+        starts.append((opening, _first_turn))
     points = set()
-    for turn in (_user_turn, _tool_turn):
-        conversations = [[*messages, *turn(dummy, dummy)] for dummy in _DUMMIES]
+    for start, turn in starts:
+        conversations = [[*start, *turn(dummy, dummy)] for dummy in _DUMMIES]
         nexts = _encoded(template, tokenizer, conversations, tools, known)
         points.add(min((_common_length(prompt_token_ids, ids) for ids in nexts), default=0))
     return sorted(points - {0})
@@ -134,6 +141,10 @@ def next_turn_prefix(
     conversations = [[*messages, *_user_turn(answer_text, dummy)] for dummy in _DUMMIES]
     nexts = _encoded(template, tokenizer, conversations, tools, ("", []))
     return nexts[0][: min(_common_length(nexts[0], ids) for ids in nexts)] if nexts else []
+
+
+def _first_turn(_: str, text: str) -> Messages:
+    return [{"role": "user", "content": text}]
 
 
 def _user_turn(answer: str, text: str) -> Messages:

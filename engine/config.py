@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Literal, get_args
 
-from cache.placement import parse_placement
+from cache.placement import CHECKPOINT_EVERY, parse_placement
 from cache.policy_names import parse_policy
 from cache.shared_memory import SPARE_SLOTS, PageLayout
 from kernels import DELTA_RULES, IMPLEMENTATIONS, KERNEL_CHUNK, MATMULS
@@ -23,11 +23,11 @@ class EngineConfig:
     enable_prefix_caching: off: every prompt is prefilled in full, nothing is saved.
     chunk_stride: step of the linear hash domain in tokens: the grid of boundaries where a state may
         be saved or restored, and where a prefill may be cut.
-    checkpoint_every: tokens between the states that are saved on the way through a prompt.
-    placement: which states are saved, as "prompt_end(64)+branch+comb(8192)" where slots are few;
-        None: prompt ends, branches and one each `checkpoint_every`. "whole_prompt" keeps what
-        identical prompts need to run no forward pass: a state, up to a stride of K/V, and a row of
-        logits on the host.
+    checkpoint_every: tokens between the states that are saved on the way through a prompt, and of
+        K/V to each checkpoint where sizes follow from the budget.
+    placement: which states are saved; None: "prompt_end(64)+branch+every(N)", N as
+        `checkpoint_every`. "whole_prompt" keeps what identical prompts need to run no forward pass:
+        a state, up to a stride of K/V, and a row of logits on the host.
     eviction: which checkpoint goes when slots run out: "value" (`cache.value_index`), "lru",
         "lru_cap_per_path(2)" or "flop_aware(0.5)".
     block_size: tokens of a K/V block.
@@ -60,7 +60,7 @@ class EngineConfig:
 
     enable_prefix_caching: bool = True
     chunk_stride: int = KERNEL_CHUNK
-    checkpoint_every: int = 512
+    checkpoint_every: int = CHECKPOINT_EVERY
     placement: str | None = None
     eviction: str = "value"
     block_size: int = 64

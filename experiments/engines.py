@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
+from cache.placement import CHECKPOINT_EVERY
 from engine import LLM, EngineConfig
 from experiments.cold_and_warm import WARM_UP_TOKENS, warm_up
 
@@ -36,6 +37,6 @@ def roomy(num_requests: int, most_tokens: int, num_seqs: int) -> EngineConfig:
     requests = num_requests + 2
     return EngineConfig(
         max_num_seqs=num_seqs,
-        num_slots=3 + num_seqs + requests * (longest // 512 + 3),
+        num_slots=3 + num_seqs + requests * (longest // CHECKPOINT_EVERY + 3),
         num_blocks=1 + requests * (longest // 64 + 2),
     )

@@ -27,6 +27,7 @@ import torch
 
 from cache.cached_sequence import CachedSequence
 from cache.hashing import Namespace
+from cache.placement import CHECKPOINT_EVERY
 from engine import LLM, EngineConfig, RequestOutput, SamplingParams
 from experiments.cold_and_warm import first_difference, serve, warm_up
 from experiments.command_line import add_model, fill_in, new_parser, question, refused
@@ -202,7 +203,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sentences", type=count, help="of each document, about 7.5 tokens each")
     parser.add_argument("--slots", type=count, nargs="+", default=POOLS, help="sizes of the pool")
     parser.add_argument("--num-blocks", type=count, help="of K/V (default: room for everything)")
-    parser.add_argument("--checkpoint-every", type=count, default=512, help="tokens")
+    parser.add_argument("--checkpoint-every", type=count, default=CHECKPOINT_EVERY, help="tokens")
     parser.add_argument("--max-tokens", type=count, default=8, help="new tokens of each answer")
     options = parser.parse_args(argv)
     fill_in(options, SMALL, FULL)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cache.eviction import EvictionPolicy
-from cache.placement import SPARSE, parse_placement
+from cache.placement import USUAL, parse_placement
 from cache.policy_names import parse_policy
 from experiments.belady import Belady, uses_by_key
 from experiments.command_line import fill_in, new_parser, question, refused
@@ -58,7 +58,7 @@ QUESTION = question(__doc__)
 SMALL = {"sessions": 40, "requests": 1500, "seeds": 2}
 FULL = {"sessions": 350, "requests": 20_000, "seeds": 5}
 SLOTS = (32, 64, 128, 256)
-PLACEMENTS = ("prompt_end+branch", SPARSE)
+PLACEMENTS = ("prompt_end+branch", USUAL)
 DENSE = "every(512)"
 POLICIES = ("lru", "lru_cap_per_path(2)", "flop_aware(0.1)", "flop_aware(0.5)", "value", "belady")
 FURTHER_DRAWS = [(slots, name) for slots in (64, 128) for name in ("lru_cap_per_path(2)", "value")]
@@ -124,7 +124,7 @@ def draw_of(options: argparse.Namespace, seed: int) -> Trace:
 
 def rows_of_draw(trace: Trace) -> list[dict[str, Any]]:
     """A few policies with the placement for few slots."""
-    placement = SPARSE
+    placement = USUAL
     return [
         as_row(
             trace, placement, name, slots, replay(trace, placement, parse_policy(name), slots)[0]

@@ -59,9 +59,8 @@ def _manager(num_blocks: int, num_slots: int, memory: SharedMemory | None) -> Tr
     linear = LinearStateBlockManager(
         max(PADDING_AND_LIVE, num_slots),
         HashDomain("linear", GRID),
-        checkpoint_every=GRID,
-        max_num_seqs=1,
         placement=parse_placement(PLACEMENT, GRID),
+        max_num_seqs=1,
         policy=parse_policy(POLICY, memory=memory, tokens_per_page=BLOCKS_PER_PAGE * GRID),
         memory=memory,
     )

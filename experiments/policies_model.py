@@ -107,9 +107,8 @@ def managers(
     linear = LinearStateBlockManager(
         (ROOMY if slots is None else slots) + PADDING_AND_LIVE,
         HashDomain("linear", grid),
-        checkpoint_every=grid,
-        max_num_seqs=1,
         placement=placement,
+        max_num_seqs=1,
         policy=policy,
     )
     if num_blocks is None:

@@ -7,13 +7,13 @@ from typing import Any
 from matplotlib.ticker import FuncFormatter
 from rich.table import Table
 
-from cache.placement import SPARSE
+from cache.placement import USUAL
 from experiments.plots import COLD, FIRST, WARM, new_figure, save_figure
 from experiments.tables import new_table
 
 Rows = Sequence[dict[str, Any]]
 NAMES = {"claude": "coding agents", "mooncake": "chat"}
-_COMB = SPARSE
+_COMB = USUAL
 _LEGEND = """\
 Prefill work, 1 = of a cache that keeps the state of every grid boundary. K/V unlimited.
 e: prompt ends, e(64): 64 tokens above them; b: branches. draw: of the coding agents' session

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 STRIDE = 64  # tokens: `chunk_stride` and `block_size` of the server
-CHECKPOINT_EVERY = 512  # tokens
+CHECKPOINT_EVERY = 8192  # tokens
+MARGIN = 64  # tokens at a prompt's end that the next turn may replace
 
 
 class Placement:
@@ -28,10 +29,15 @@ class Placement:
         keys = self._keys(prompt)
         reach = next((i for i, key in enumerate(keys) if key not in self._rows), len(keys))
         last = (len(prompt) - 1) // self.stride  # strides below the final token
+        margin = MARGIN // self.stride
         usable = min(reach, last)
         resumed = max((i for i in range(1, usable + 1) if keys[i - 1] in self._states), default=0)
         every = self.checkpoint_every // self.stride
-        saved = {last, usable, point // self.stride}  # its end, where it branches off, next turn
+        saved = {(len(prompt) - 1 - MARGIN) // self.stride, point // self.stride}
+        if len(prompt) - 1 - MARGIN < self.stride:
+            saved.add(last)  # too short for a margin
+        if usable - resumed > margin:
+            saved.add(usable)  # where it branches off
         for i in range(resumed + 1, len(keys) + 1):
             if i in saved or i % every == 0:
                 self._states.add(keys[i - 1])

@@ -14,7 +14,7 @@ from cache.hashing import HashDomain
 from cache.linear_state_block_manager import LinearStateBlockManager
 from cache.placement import combined
 from experiments.console import tracked
-from experiments.save_policies import GRID, NEVER, PARTS, Policy, Row
+from experiments.save_policies import GRID, PARTS, Policy, Row
 from experiments.traces import Request
 
 CHECKPOINT_BYTES_9B = 51_500_000  # of Qwen3.5-9B
@@ -27,7 +27,6 @@ class ChosenLeaf(LinearStateBlockManager):
         super().__init__(
             num_blocks + 3,  # padding, a live slot and one to rotate to
             HashDomain("linear", GRID),
-            checkpoint_every=policy.every or NEVER,
             max_num_seqs=1,
             placement=combined(policy.every, prompt_end=policy.prompt_end, branch=policy.branch),
         )

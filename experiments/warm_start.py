@@ -19,6 +19,7 @@ from typing import get_args
 
 import torch
 
+from cache.placement import CHECKPOINT_EVERY
 from engine import LLM, EngineConfig
 from engine.builtin import BUILTIN_MODEL_DIR
 from engine.config import DEVICES, Restore
@@ -140,7 +141,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--questions", type=count, default=4, help="on the document")
     parser.add_argument("--max-tokens", type=count, default=8, help="new tokens of each answer")
-    parser.add_argument("--checkpoint-every", type=count, default=512, help="tokens")
+    parser.add_argument("--checkpoint-every", type=count, default=CHECKPOINT_EVERY, help="tokens")
     parser.add_argument(
         "--restore", choices=get_args(Restore), default="redirect", help="read, or copied first"
     )

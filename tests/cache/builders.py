@@ -13,7 +13,7 @@ from cache.hashing import HashDomain, Namespace
 from cache.kv_block_manager import KVBlockManager
 from cache.linear_state_block_manager import LinearStateBlockManager
 from cache.ops import LinearStateCacheOp
-from cache.placement import Placement
+from cache.placement import Placement, combined
 from cache.shared_memory import SharedMemory
 
 STRIDE = 4
@@ -68,10 +68,9 @@ def linear_leaf(
     return LinearStateBlockManager(
         num_slots,
         HashDomain("linear", stride),
-        checkpoint_every=every,
+        placement=combined(every) if placement is None else placement,
         max_num_seqs=max_num_seqs,
         enable_prefix_caching=caching,
-        placement=placement,
         policy=policy,
         num_scratch=num_scratch,
         memory=memory,

@@ -88,9 +88,7 @@ def test_what_an_id_stood_for_before_does_not_count():
 
 ALPHAS = [0.0, 0.1, 0.7, 3.0]
 ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["save", "save", "use", "forget", "evict"]), st.integers(0, 10**6)
-    ),
+    st.tuples(st.sampled_from(["save", "save", "use", "forget", "evict"]), st.integers(0, 10**6)),
     max_size=60,
 )
 PATHS = ["a", "ab", "abc", "abcdef", "x", "xyz", "xyzuvw", "p", "pqrstu", "pqx", "pqxy"]

@@ -3,7 +3,18 @@
 import pytest
 
 from cache.eviction import Kind
-from cache.placement import Branch, Combined, Every, Prompt, PromptEnd, combined, parse_placement
+from cache.placement import (
+    CHECKPOINT_EVERY,
+    USUAL,
+    Branch,
+    Combined,
+    Every,
+    Prompt,
+    PromptEnd,
+    combined,
+    parse_placement,
+    usual,
+)
 from tests.cache.builders import checkpoints, composite, linear_leaf, linear_step, sequence, served
 
 PROMPT = Prompt(23, 4, branch=12)  # the last boundary below its final token is 20
@@ -81,6 +92,11 @@ def test_a_name_is_its_parts():
     before = parse_placement("prompt_end(100)+branch+comb(128)", 64)
     assert before == combined(128, before=100)
     assert parse_placement("prompt_end(64)", 64) == Combined((PromptEnd(64),))
+
+
+def test_the_usual_one_is_the_text_that_names_it():
+    assert usual(CHECKPOINT_EVERY) == parse_placement(USUAL, 64)
+    assert usual(128) == parse_placement("every(128)+branch+prompt_end(64)", 64)
 
 
 def test_whole_prompts_are_a_word_beside_the_boundaries():

@@ -53,6 +53,11 @@ def _model(kind, _owner):
     return Qwen35Model(config, weights, dtype=dtype, draft=draft)
 
 
+def at_ends(every=512):
+    """A placement that saves at the very ends of prompts, so that short ones have states, too."""
+    return f"prompt_end+branch+every({every})"
+
+
 def make_engine(kind="float32", *, owner="tests", **config):
     """A fresh engine around the kind's model; its pools hold NaN wherever nothing was written.
 

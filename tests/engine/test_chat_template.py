@@ -234,10 +234,32 @@ def test_earlier_reasoning_is_dropped_by_the_next_user_turn_and_kept_by_a_tool_r
     # In a tool loop the next user turn drops all reasoning since the last one.
     looped = WORDS.encode(template.render(LOOP, tools=TOOLS))
     start = len(WORDS.encode(template.render([USER], tools=TOOLS))) - len(ending)
-    assert reusable_points(template, WORDS, LOOP, looped, TOOLS) == [start, len(looped)]
+    other = WORDS.encode(template.render([{**USER, "content": "?"}], tools=TOOLS))
+    opening = shared_length(looped, other)
+    points = reusable_points(template, WORDS, LOOP, looped, TOOLS)
+    assert points == [opening, start, len(looped)]
+    assert WORDS.decode(looped[:opening]).endswith("<|im_start|>user\n")
     prefix = next_turn_prefix(template, WORDS, LOOP, "Oslo.", TOOLS)
     assert prefix[:start] == looped[:start] and WORDS.decode(prefix).endswith("<|im_start|>user\n")
     assert "think" not in WORDS.decode(prefix)
+
+
+def shared_length(a, b):
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
+@pytest.mark.parametrize(("source", "role"), [(THINKING, "system"), (PLAIN, "developer")])
+def test_another_conversation_starts_with_the_same_system_message(source, role):
+    template = ChatTemplate({"default": source})
+    opening = [{"role": role, "content": "Answer from the document: Ada lives in Oslo."}]
+    prompts = [
+        WORDS.encode(template.render([*opening, {"role": "user", "content": text}]))
+        for text in ("Where?", "who?")
+    ]
+    messages = [*opening, {"role": "user", "content": "Where?"}]
+    first = reusable_points(template, WORDS, messages, prompts[0])[0]
+    assert first == shared_length(*prompts)
+    assert reusable_points(template, WORDS, opening, WORDS.encode(template.render(opening)))
 
 
 def test_a_turn_that_the_template_refuses_gives_no_point():
@@ -276,6 +298,11 @@ def test_the_next_prompt_starts_as_predicted(name, texts, answer, following, sys
         assert next_turn_prefix(template, tokenizer, messages, answer) == prefix
     turn = [{"role": "assistant", "content": answer}, {"role": "user", "content": following}]
     later = tokenizer.encode(template.render(messages + turn))
+    if system:
+        opening, *points = points
+        other = tokenizer.encode(template.render([messages[0], {**turn[1]}]))
+        assert other[:opening] == prompt[:opening]
+        assert 0 < opening < points[0]
     assert later[: points[0]] == prompt[: points[0]]
     assert later[: len(prefix)] == prefix
     assert len(prefix) >= points[0] > 0

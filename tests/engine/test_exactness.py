@@ -12,6 +12,7 @@ from tests.engine.real_model import (
     assert_cold_bits,
     assert_idle,
     assert_same_bits,
+    at_ends,
     cold,
     drive,
     fork,
@@ -20,7 +21,7 @@ from tests.engine.real_model import (
 )
 
 KINDS = ["float32", "bfloat16", "attention", "recurrent"]
-POOLS = {"num_slots": 40, "num_blocks": 200, "block_size": 32}
+POOLS = {"num_slots": 40, "num_blocks": 200, "block_size": 32, "placement": at_ends()}
 DRAWN = SamplingParams(
     temperature=0.8, top_p=0.9, top_k=50, seed=5, ignore_eos=True, return_logits=True
 )
@@ -36,7 +37,7 @@ def run(llm, prompt, max_tokens=3, **options):
 @pytest.mark.parametrize("suffix", [1, 2, 3, 4, 63, 64, 65])
 def test_any_number_of_tokens_after_a_hit_gives_the_bits_of_a_cold_run(kind, restore, suffix):
     """traps 7 and 8: window and state of one token, as wide as they were."""
-    llm = make_engine(kind, restore=restore, checkpoint_every=64, **POOLS)
+    llm = make_engine(kind, restore=restore, **POOLS | {"placement": at_ends(64)})
     run(llm, fork(128, 80, branch=1))
     output = run(llm, fork(128, suffix, branch=2))
     assert output.boundary == output.num_cached_tokens == 128
@@ -46,7 +47,7 @@ def test_any_number_of_tokens_after_a_hit_gives_the_bits_of_a_cold_run(kind, res
 @pytest.mark.parametrize("stride", [64, 128])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exact_repeat_computes_its_last_token_even_where_it_ends_on_the_grid(kind, stride):
-    llm = make_engine(kind, chunk_stride=stride, checkpoint_every=stride, **POOLS)
+    llm = make_engine(kind, chunk_stride=stride, **POOLS | {"placement": at_ends(stride)})
     for strides in (2, 3):
         for extra, boundary in ((0, (strides - 1) * stride), (1, strides * stride)):
             prompt = tokens(strides * 10 + extra, strides * stride + extra)
@@ -70,7 +71,7 @@ def test_a_checkpoint_serves_many_requests_of_one_step(kind, restore):
 @pytest.mark.parametrize("budget", [64, 65, 127, 128, 191, 300, 512, 640, 1000, 2048])
 def test_every_token_budget_gives_the_same_bits(budget):
     prompts = [tokens(0, 700), fork(320, 77), tokens(1, 129), tokens(2, 3), fork(640, 40)]
-    llm = make_engine(max_num_batched_tokens=budget, checkpoint_every=128, **POOLS)
+    llm = make_engine(max_num_batched_tokens=budget, **POOLS | {"placement": at_ends(128)})
     for _ in range(2):
         outputs = drive(llm, [Arrival(p, 2, step=i) for i, p in enumerate(prompts)])
         for output in outputs:
@@ -203,7 +204,7 @@ def test_the_next_turn_of_a_conversation_gives_the_bits_of_a_cold_run(kind):
 
 
 def test_requests_with_one_prefix_in_one_step_do_not_harm_each_other():
-    llm = make_engine(max_num_batched_tokens=2048, checkpoint_every=64, **POOLS)
+    llm = make_engine(max_num_batched_tokens=2048, **POOLS | {"placement": at_ends(64)})
     outputs = drive(llm, [Arrival(fork(192, 9, branch=i % 2)) for i in range(4)])
     assert [output.boundary for output in outputs] == [0] * 4
     for output in outputs:

@@ -85,7 +85,7 @@ def test_rows_of_the_tile_a_prompt_ends_in_are_not_shared(deep_model, block_size
 @pytest.mark.parametrize("restore", ["copy", "redirect"])
 def test_warm_is_cold_in_a_deep_model_with_several_attention_layers(deep_model, restore):
     options = {"max_num_seqs": 4, "memory_budget_bytes": 64 << 20, "block_size": 16}
-    llm = LLM(deep_model, restore=restore, **options)
+    llm = LLM(deep_model, restore=restore, placement="every(448)", **options)
     off = LLM(deep_model, enable_prefix_caching=False, **options)
     shared = text(700)
     prompts = [shared[:n] + text(m, seed=n) for n, m in [(700, 1), (650, 40), (512, 64), (699, 3)]]

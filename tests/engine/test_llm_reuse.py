@@ -2,16 +2,18 @@
 
 import pytest
 
+from cache.placement import USUAL, parse_placement
 from tests.engine.real_model import (
     Arrival,
     assert_cold_bits,
+    at_ends,
     drive,
     fork,
     make_engine,
     tokens,
 )
 
-POOLS = {"num_slots": 40, "num_blocks": 200}
+POOLS = {"num_slots": 40, "num_blocks": 200, "placement": at_ends()}
 
 
 def run(llm, prompt, max_tokens=1, **options):
@@ -68,7 +70,7 @@ def test_a_miss_where_only_another_salt_has_states_says_namespace():
 
 
 def test_a_miss_on_a_state_that_was_evicted_says_evicted():
-    llm = make_engine(max_num_seqs=1, num_slots=3, num_blocks=200)
+    llm = make_engine(**POOLS | {"max_num_seqs": 1, "num_slots": 3})
     assert_miss(llm, tokens(0, 200), "no_checkpoint")
     assert run(llm, tokens(0, 200)).boundary == 192
     assert_miss(llm, tokens(1, 200), "no_checkpoint")
@@ -80,7 +82,7 @@ def test_a_miss_on_a_state_that_was_evicted_says_evicted():
 
 def test_a_miss_where_the_kv_is_shorter_than_every_state_says_so():
     """Tail blocks are evicted first: what is left ends before the only checkpoint."""
-    llm = make_engine(num_slots=40, num_blocks=9, max_num_seqs=2)
+    llm = make_engine(**POOLS | {"num_blocks": 9, "max_num_seqs": 2})
     run(llm, tokens(0, 400))
     assert llm.stats().slots_checkpoint == 1
     run(llm, tokens(1, 200))
@@ -89,7 +91,7 @@ def test_a_miss_where_the_kv_is_shorter_than_every_state_says_so():
 
 
 def test_a_hit_resumes_at_the_deepest_state_within_reach_of_the_kv():
-    llm = make_engine(num_slots=40, num_blocks=9, max_num_seqs=2, checkpoint_every=128)
+    llm = make_engine(num_slots=40, num_blocks=9, max_num_seqs=2, placement=at_ends(128))
     run(llm, tokens(0, 400))
     assert llm.stats().slots_checkpoint == 3
     run(llm, tokens(1, 200))
@@ -145,7 +147,7 @@ def test_a_salt_that_looks_like_an_adapter_is_not_one():
 def test_the_third_request_with_a_prefix_hits_and_the_second_where_a_state_lies_in_it(
     shared, block_size
 ):
-    llm = make_engine(checkpoint_every=256, block_size=block_size, num_slots=80, num_blocks=800)
+    llm = make_engine(placement=at_ends(256), block_size=block_size, num_slots=80, num_blocks=800)
     deepest = shared // 64 * 64
     for unique in (1, 63, 64, 130):
         total = shared + unique
@@ -174,17 +176,30 @@ def test_a_longer_prompt_resumes_where_the_shorter_one_ended():
 
 def test_states_are_saved_as_often_as_asked_and_at_the_end_of_the_prompt():
     for every, count in ((64, 10), (128, 5), (512, 2), (1024, 1)):
-        llm = make_engine(checkpoint_every=every, max_num_batched_tokens=2048, **POOLS)
+        llm = make_engine(**POOLS | {"placement": at_ends(every), "max_num_batched_tokens": 2048})
         run(llm, tokens(0, 700))
         assert llm.stats().saves == llm.stats().slots_checkpoint == count
 
 
 def test_where_a_prefill_is_cut_does_not_change_what_is_saved():
     for budget in (64, 128, 200, 512, 2048):
-        llm = make_engine(checkpoint_every=128, max_num_batched_tokens=budget, **POOLS)
+        llm = make_engine(**POOLS | {"placement": at_ends(128), "max_num_batched_tokens": budget})
         run(llm, tokens(0, 700), max_tokens=3)
         found = [run(llm, fork(n, 9, branch=n)).boundary for n in (130, 300, 400, 700)]
         assert found == [128, 256, 384, 640], budget
+
+
+def test_by_default_states_are_64_tokens_above_prompt_ends_and_on_a_wide_comb():
+    llm = make_engine(num_slots=40, num_blocks=200)
+    assert llm.manager.linear.placement == parse_placement(USUAL, 64)
+    prompt = tokens(0, 700)
+    run(llm, prompt)
+    assert llm.stats().saves == 1
+    assert run(llm, prompt).boundary == 576
+    assert run(llm, prompt[:650] + tokens(1, 90)).boundary == 576
+    narrow = make_engine(checkpoint_every=128, num_slots=40, num_blocks=200)
+    run(narrow, prompt)
+    assert narrow.stats().saves == 5 + 1
 
 
 @pytest.mark.parametrize("restore", ["copy", "redirect"])

@@ -11,6 +11,7 @@ from tests.engine.real_model import (
     Arrival,
     assert_cold_bits,
     assert_same_bits,
+    at_ends,
     directory,
     drive,
     fork,
@@ -18,7 +19,7 @@ from tests.engine.real_model import (
     tokens,
 )
 
-SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 256, "checkpoint_every": 128}
+SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 256, "placement": at_ends(128)}
 
 
 def shared(kind="float32", pages=16, **config):

@@ -6,6 +6,7 @@ import torch
 from tests.engine.real_model import (
     Arrival,
     assert_cold_bits,
+    at_ends,
     cold,
     drive,
     fork,
@@ -13,7 +14,7 @@ from tests.engine.real_model import (
     tokens,
 )
 
-POOLS = {"num_slots": 40, "num_blocks": 200, "max_num_batched_tokens": 320}
+POOLS = {"num_slots": 40, "num_blocks": 200, "max_num_batched_tokens": 320, "placement": at_ends()}
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])

@@ -7,7 +7,7 @@ import pytest
 
 from cache.eviction import Lru, prefill_flops
 from cache.kv_block_manager import KVBlockManager
-from cache.placement import SPARSE, combined
+from cache.placement import USUAL, combined
 from experiments.belady import Belady, uses_by_key
 from experiments.policies import FURTHER_DRAWS, PLACEMENTS, POLICIES, SLOTS, main
 from experiments.policies_budget import BUDGETS_GB, KV_SHARES
@@ -128,7 +128,7 @@ def test_a_run_writes_a_row_for_every_trace_placement_policy_and_number_of_slots
     turns = [row for row in by_slots if row["trace"] == "claude"]
     at_ends = [row["work"] for row in turns if row["placement"] == PLACEMENTS[0]]
     assert set(at_ends) == {1.0}
-    above = [row["work"] for row in turns if row["placement"] == SPARSE]
+    above = [row["work"] for row in turns if row["placement"] == USUAL]
     parts = [(0, 137), (64, 265), (192, 393)]  # a turn resumes a block above its predecessor's end
     least = [(0, 137), (128, 265), (256, 393)]
     expected = sum(prefill_flops(*part) for part in parts) / sum(prefill_flops(*p) for p in least)

@@ -9,6 +9,7 @@ from cache.composite_block_manager import CompositeBlockManager
 from cache.hashing import HashDomain
 from cache.kv_block_manager import KVBlockManager
 from cache.linear_state_block_manager import LinearStateBlockManager
+from cache.placement import combined
 from experiments.save_policies import INTERVALS, POLICIES, Policy
 from experiments.stride_sweep import draw, main, reusable_tokens
 from experiments.stride_sweep_report import conclusion
@@ -56,7 +57,7 @@ def test_reuse_and_checkpoints_of_four_prompts(policy, reused, checkpoints):
 def test_the_replay_does_what_both_leaves_of_the_engine_do(every):
     kv = KVBlockManager(200, HashDomain("kv", 64), chunk_stride=64)
     linear = LinearStateBlockManager(
-        200, HashDomain("linear", 64), checkpoint_every=every, max_num_seqs=1
+        200, HashDomain("linear", 64), placement=combined(every), max_num_seqs=1
     )
     manager = CompositeBlockManager(kv, linear, enable_prefix_caching=True)
     requests = [
