@@ -15,9 +15,11 @@ Exit status: 0, or 2 for a refused option.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ FULL = {"sessions": 350, "requests": 20_000, "seeds": 5}
 SLOTS = (32, 64, 128, 256)
 PLACEMENTS = ("prompt_end+branch", USUAL)
 DENSE = "every(512)"
-POLICIES = ("lru", "lru_cap_per_path(2)", "flop_aware(0.1)", "flop_aware(0.5)", "value", "belady")
+POLICIES = ("lru", "lru_cap_per_path(2)", "flop_aware(0.1)", "flop_aware(0.2)", "value", "belady")
 FURTHER_DRAWS = [(slots, name) for slots in (64, 128) for name in ("lru_cap_per_path(2)", "value")]
 
 
@@ -102,34 +104,29 @@ def replay(
     return replay_prompts(trace.prompts, manager, resumed.append), resumed
 
 
-def rows_of(trace: Trace, placement: str) -> Iterator[dict[str, Any]]:
+def rows_of(trace: Trace, placement: str) -> list[dict[str, Any]]:
     """Unlimited slots first, then every policy with every number of them."""
     unlimited, resumed = replay(trace, placement, None, None)
-    yield as_row(trace, placement, "unlimited", None, unlimited)
+    rows = [as_row(trace, placement, "unlimited", None, unlimited)]
     if placement == DENSE:
-        return
+        return rows
     keys = [prompt.keys for prompt in trace.prompts]
     uses = uses_by_key(keys, resumed, trace.grid)  # type: ignore[arg-type]  # numbers serve as keys
     for slots in SLOTS:
         for name in POLICIES:
             policy = Belady(uses) if name == "belady" else parse_policy(name)
-            yield as_row(trace, placement, name, slots, replay(trace, placement, policy, slots)[0])
+            found = replay(trace, placement, policy, slots)[0]
+            rows.append(as_row(trace, placement, name, slots, found))
+    return rows
 
 
-def draw_of(options: argparse.Namespace, seed: int) -> Trace:
-    """The coding agents with other starts."""
+def rows_of_draw(options: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
+    """The coding agents with other starts: a few policies with the engine's placement."""
     agents = claude_sessions(options.traces, sessions=options.sessions, seed=seed)
-    return Trace("claude", CLAUDE_BLOCK, prompts_of(agents, CLAUDE_BLOCK), [], seed)
-
-
-def rows_of_draw(trace: Trace) -> list[dict[str, Any]]:
-    """A few policies with the placement for few slots."""
-    placement = USUAL
+    trace = Trace("claude", CLAUDE_BLOCK, prompts_of(agents, CLAUDE_BLOCK), [], seed)
     return [
-        as_row(
-            trace, placement, name, slots, replay(trace, placement, parse_policy(name), slots)[0]
-        )
-        for slots, name in tracked(FURTHER_DRAWS, f"coding agents, draw {trace.seed}")
+        as_row(trace, USUAL, name, slots, replay(trace, USUAL, parse_policy(name), slots)[0])
+        for slots, name in FURTHER_DRAWS
     ]
 
 
@@ -148,15 +145,37 @@ def budget_rows(trace: Trace, budget_gb: int) -> list[dict[str, Any]]:
     return rows
 
 
-def all_budget_rows(traces: Sequence[Trace]) -> list[dict[str, Any]]:
-    """Of every trace and budget, two at once; the best splits are marked."""
-    steps = [(replace(trace, prompts=[]), gb) for trace in traces for gb in BUDGETS_GB]
-    with ProcessPoolExecutor(2) as pool:
-        running = pool.map(budget_rows, *zip(*steps, strict=True))
-        found = [next(running) for _ in tracked(range(len(steps)), "K/V and states in one budget")]
+# ---- two at once
+
+_traces: list[Trace] = []  # of a worker process, which has them from its parent
+
+
+def _take(traces: list[Trace]) -> None:
+    _traces[:] = traces
+
+
+def _of(rows: Callable[..., list[dict[str, Any]]], index: int, what: Any) -> list[dict[str, Any]]:
+    return rows(_traces[index], what)
+
+
+def all_rows(traces: list[Trace], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """In the order of their steps, however long each takes; the best splits are marked."""
+    numbers = range(len(traces))
+    steps: list[Callable[[], list[dict[str, Any]]]] = [
+        *(partial(_of, rows_of, i, name) for i in numbers for name in (*PLACEMENTS, DENSE)),
+        *(partial(_of, budget_rows, i, gb) for i in numbers for gb in BUDGETS_GB),
+        *(partial(rows_of_draw, options, seed) for seed in range(1, options.seeds)),
+    ]
+    forked = get_context("fork")  # hands the traces over as they are
+    with ProcessPoolExecutor(2, forked, _take, (traces,)) as pool:
+        running = [pool.submit(step) for step in steps]
+        found = [each.result() for each in tracked(running, "replays")]
     rows = [row for each in found for row in each]
     mark_best(rows)
     return rows
+
+
+# ---- rows
 
 
 def as_row(
@@ -202,17 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return refused("policies", error)
     remove_results(options.json)
-    rows: list[dict[str, Any]] = []
-    for trace in traces:
-        for placement in (*PLACEMENTS, DENSE):
-            one = placement == DENSE
-            total = 1 if one else 1 + len(SLOTS) * len(POLICIES)
-            running = rows_of(trace, placement)
-            rows += [next(running) for _ in tracked(range(total), f"{trace.name}, {placement}")]
-    rows += all_budget_rows(traces)
-    del traces
-    for seed in range(1, options.seeds):
-        rows += rows_of_draw(draw_of(options, seed))
+    rows = all_rows(traces, options)
     console().print(table(rows))
     console().print(budget_table(rows))
     results = {

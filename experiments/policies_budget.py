@@ -26,7 +26,7 @@ from experiments.policies_model import (
 
 GRID = 512
 BUDGETS_GB = (50, 100, 200, 500)
-KV_SHARES = (0.8, 0.9, 0.95)
+KV_SHARES = (0.5, 0.8, 0.84, 0.9, 0.95)  # 0.84: an engine's own, 8,192 tokens a checkpoint
 PLACEMENT = "prompt_end+branch+comb(8192)"
 POLICY = "value"
 BLOCKS_PER_PAGE = CHECKPOINT_BYTES // (GRID * KV_BYTES_PER_TOKEN)
