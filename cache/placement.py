@@ -119,12 +119,6 @@ def usual(every: int) -> Combined:
     return combined(every, before=MARGIN)
 
 
-_RULE = (
-    "must be prompt_end, prompt_end(TOKENS), branch, whole_prompt, every(N) and comb(N), "
-    "N a multiple of chunk_stride, with '+'"
-)
-
-
 def parse_placement(text: str, chunk_stride: int) -> Combined:
     """A placement of its name, as "prompt_end(64)+branch+comb(8192)"; ValueError for another text.
 
@@ -138,10 +132,10 @@ def parse_placement(text: str, chunk_stride: int) -> Combined:
         "comb": [],
     }
     for name in names:
-        word, number = _read(name, text, chunk_stride)
+        word, number = _read(name, chunk_stride)
         numbers[word].append(number)
     if len(numbers["branch"]) > 1 or len(numbers["prompt_end"]) > 1 or len(set(names)) < len(names):
-        raise ValueError(_refusal(text, chunk_stride))
+        raise ValueError(_rule(chunk_stride))
     last = combined(
         None,
         prompt_end=bool(numbers["prompt_end"]),
@@ -152,20 +146,23 @@ def parse_placement(text: str, chunk_stride: int) -> Combined:
     return Combined(parts, whole_prompt=bool(numbers["whole_prompt"]))
 
 
-def _read(name: str, text: str, chunk_stride: int) -> tuple[str, int]:
+def _read(name: str, chunk_stride: int) -> tuple[str, int]:
     """The word and the number of one part."""
     if name in ("branch", "prompt_end", "whole_prompt"):
         return name, 0
     found = re.fullmatch(r"(every|comb|prompt_end)\((\d+)\)", name)
     if found is None:
-        raise ValueError(_refusal(text, chunk_stride))
+        raise ValueError(_rule(chunk_stride))
     number = int(found[2])
     if found[1] == "prompt_end":
         return "prompt_end", number
     if number < 1 or number % chunk_stride:
-        raise ValueError(_refusal(text, chunk_stride))
+        raise ValueError(_rule(chunk_stride))
     return "comb", number
 
 
-def _refusal(text: str, chunk_stride: int) -> str:
-    return f"{_RULE}; got {text!r} with chunk_stride={chunk_stride}"
+def _rule(chunk_stride: int) -> str:
+    return (
+        "must be prompt_end, prompt_end(TOKENS), branch, whole_prompt, every(N) and comb(N), no "
+        f"part twice, with '+' between them, N a multiple of chunk_stride={chunk_stride}"
+    )

@@ -31,6 +31,4 @@ def parse_policy(
         return LruCapPerPath(int(found[1]))
     if found := re.fullmatch(r"flop_aware\((\d+(?:\.\d+)?)\)", text):
         return FlopAware(float(found[1]), flops)
-    raise ValueError(
-        f"must be lru, lru_cap_per_path(N), flop_aware(ALPHA) or value; got {text!r}",
-    )
+    raise ValueError("must be lru, lru_cap_per_path(N), flop_aware(ALPHA) or value")

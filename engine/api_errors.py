@@ -109,8 +109,10 @@ def _field(loc: Sequence[str | int]) -> str | None:
 def _reason(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         return "is not a known field"
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return "is missing" if error["type"] == "missing" else message
+    if error["type"] == "missing":
+        is_model = _field(error["loc"]) == "model"
+        return "is missing" + is_model * "; /v1/models says which one is served"
+    return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _named_field(message: str) -> str | None:

@@ -45,6 +45,7 @@ def engine(loaded: LLM, workload: Workload, options: argparse.Namespace, *, cach
     requests = sum(map(len, workload.clients)) + len(workload.priming)
     tokens = options.document_tokens + options.suffix_tokens + options.max_tokens
     room = roomy(requests, tokens, options.max_num_seqs)
+    room = replace(room, placement="prompt_end+branch")  # at the documents' very ends
     llm = same_weights(loaded, replace(room, enable_prefix_caching=caching), WARM_UP_TOKENS)
     if caching:
         serve(llm, workload.priming, answer(options), mode="serial", advance=lambda: None)

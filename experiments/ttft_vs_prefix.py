@@ -103,7 +103,8 @@ def _suffix_alone(bare: BareModel, start: int, end: int) -> tuple[torch.Tensor, 
 
 def _engines(loaded: LLM, num_prompts: int, prompt_tokens: int) -> dict[str, LLM]:
     """One engine a kind on the same weights, warmed up, with room for all prompts."""
-    room = replace(roomy(num_prompts, prompt_tokens, 1), placement="prompt_end+branch")
+    room = roomy(num_prompts, prompt_tokens, 1)
+    room = replace(room, placement="prompt_end+branch")  # at the document's very end
     engines = {}
     for kind in KINDS:
         restore = "redirect" if kind == "cold" else kind

@@ -86,6 +86,13 @@ def test_an_empty_body_is_called_empty(server):
     assert status == 400 and "the body is empty" in error_of(reply, 400)["message"]
 
 
+def test_a_request_without_a_model_is_told_where_to_find_its_name(server):
+    status, _, reply = server.request("POST", COMPLETE, {"prompt": "x"})
+    error = error_of(reply, 400)
+    assert status == 400 and error["param"] == "model"
+    assert error["message"] == "model: is missing; /v1/models says which one is served"
+
+
 @pytest.mark.parametrize("key", ["max_tokens", "\\ud800"])
 def test_a_key_that_occurs_twice_is_refused_by_name(server, key):
     for text in ('{"%s": 1, "%s": 2}', '{"metadata": {"%s": 1, "a": 1, "%s": 1}}'):

@@ -12,7 +12,7 @@ from experiments.clients import Request, Served, make_workload, serve_clients
 from experiments.concurrency import draw, failures, main, percentile, summary
 from tests.experiments.fake_engine import OneAtATime, request_output
 
-DOCUMENT, SUFFIX, NEW = 128, 70, 3
+DOCUMENT, SUFFIX, NEW = 128, 64, 3
 
 
 def run(model, tmp_path, *more):
