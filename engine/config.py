@@ -84,6 +84,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
+        self._check_steps()
+        self._check_sizes()
+        self._check_choices()
+        self._check_drafts()
+
+    def _check_steps(self) -> None:
+        """Steps in tokens: each is whole in the next larger one."""
         for name in ("chunk_stride", "checkpoint_every", "block_size", "max_num_seqs"):
             self._require(getattr(self, name) >= 1, name, "must be at least 1")
         self._require(
@@ -106,6 +113,8 @@ class EngineConfig:
             "max_num_batched_tokens",
             f"must be at least chunk_stride={self.chunk_stride}, or no prefill could advance",
         )
+
+    def _check_sizes(self) -> None:
         if self.num_slots is not None:
             self._require(
                 self.num_slots >= self.fewest_slots,
@@ -121,18 +130,21 @@ class EngineConfig:
         if self.max_model_len is not None:
             self._require(self.max_model_len >= 2, "max_model_len", "must be at least 2")
         self._require(self.memory_budget_bytes > 0, "memory_budget_bytes", "must be positive")
-        self._require(
-            self.restore in get_args(Restore), "restore", f"must be one of {get_args(Restore)}"
-        )
-        self._require(
-            self.memory in get_args(Memory), "memory", f"must be one of {get_args(Memory)}"
-        )
         sized = self.num_slots is not None or self.num_blocks is not None
         self._require(
             not (sized and self.memory == "shared"),
             "memory",
             f"is sized by memory_budget_bytes alone, got num_slots={self.num_slots} and "
             f"num_blocks={self.num_blocks}; leave both None, or use memory='split'",
+        )
+
+    def _check_choices(self) -> None:
+        """What is one of a few words, or made of them."""
+        self._require(
+            self.restore in get_args(Restore), "restore", f"must be one of {get_args(Restore)}"
+        )
+        self._require(
+            self.memory in get_args(Memory), "memory", f"must be one of {get_args(Memory)}"
         )
         self._require(self.device in DEVICES, "device", f"must be in {DEVICES}")
         self._require(self.kernels in IMPLEMENTATIONS, "kernels", f"must be in {IMPLEMENTATIONS}")
@@ -152,6 +164,8 @@ class EngineConfig:
                 "whole_prompt out",
             )
         self._require(0 <= self.hash_seed < 1 << 64, "hash_seed", "must be in [0, 2**64)")
+
+    def _check_drafts(self) -> None:
         drafts = self.num_speculative_tokens
         self._require(0 <= drafts <= 16, "num_speculative_tokens", "must be in [0, 16]")
         self._require(

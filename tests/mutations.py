@@ -31,8 +31,7 @@ from experiments.results_io import write_json
 ROOT = Path(__file__).resolve().parent.parent
 MUTANTS = ROOT / "tests" / "mutants"
 RESULTS = ROOT / "experiments" / "results" / "mutations.json"
-TIMEOUT_S = 60.0
-BASELINE_TIMEOUT_S = 900.0  # all tests that any mutation is met with, none of which fails early
+TIMEOUT_S = 60.0  # of one test: without an end it is a loop that a mutation made
 
 CACHE_TESTS = [
     "tests/cache/test_block_pool.py",
@@ -179,12 +178,23 @@ def ordered_tests(file: str) -> list[str]:
 
 # ---- one mutation, in a process of its own
 
+PASSED = "passed"
+
 
 class Lean:
     """pytest plugin: Hypothesis repeats its choices and does not shrink, tests are ordered, and the
-    first failure is noted."""
+    first failure is noted. heartbeat: a file that is touched when anything starts."""
 
     failed = ""
+
+    def __init__(self, heartbeat: Path) -> None:
+        self.heartbeat = heartbeat
+
+    def pytest_collectstart(self) -> None:
+        self.heartbeat.touch()
+
+    def pytest_runtest_logstart(self) -> None:
+        self.heartbeat.touch()
 
     def pytest_sessionstart(self) -> None:
         from hypothesis import Phase, settings
@@ -206,8 +216,8 @@ class Lean:
             self.failed = report.nodeid
 
 
-def _run_tests(copy: Path, tests: list[str], verdict: Path) -> None:
-    """Writes what failed, or nothing. Runs in a fork that has torch, but no tested code."""
+def _run_tests(copy: Path, tests: list[str], verdict: Path, heartbeat: Path) -> None:
+    """Writes what failed, or PASSED. Runs in a fork that has torch, but no tested code."""
     import pytest
 
     os.chdir(copy)
@@ -218,12 +228,11 @@ def _run_tests(copy: Path, tests: list[str], verdict: Path) -> None:
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-    plugin = Lean()
+    plugin = Lean(heartbeat)
     preloaded = "ignore:Module already imported"  # hypothesis was, before the fork
     options = ["-x", "-q", "-p", "no:cacheprovider", "-W", preloaded]
     code = pytest.main([*options, *tests], plugins=[plugin])
-    if code != 0:
-        verdict.write_text(plugin.failed or f"pytest ended with {code!r}")
+    verdict.write_text(plugin.failed or (f"pytest ended with {code!r}" if code else PASSED))
 
 
 class Copies:
@@ -245,23 +254,34 @@ class Run:
 
     def __init__(self, copy: Path, mutation: Mutation | None, tests: list[str]) -> None:
         self.copy, self.mutation = copy, mutation
-        self.verdict = copy / "verdict"
+        self.verdict, self.heartbeat = copy / "verdict", copy / "heartbeat"
         self.verdict.unlink(missing_ok=True)
+        self.heartbeat.touch()
         if mutation is not None:
             target = copy / mutation.file
             self.source = target.read_text()
             target.write_text(mutation.apply(self.source))
         self.started = time.perf_counter()
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=_run_tests, args=(copy, tests, self.verdict))
+        self.process = context.Process(
+            target=_run_tests, args=(copy, tests, self.verdict, self.heartbeat)
+        )
         self.process.start()
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started
 
+    @property
+    def hangs(self) -> bool:
+        """Whether one test has run for too long."""
+        return time.time() - self.heartbeat.stat().st_mtime > TIMEOUT_S
+
     def finish(self) -> str:
-        """The test that failed, "timeout", or "" if all passed."""
+        """The test that failed, "timeout", "exit -N" for a crash, or "" if all passed.
+
+        RuntimeError if the tests ended without a verdict, which says nothing of a mutation.
+        """
         killer = "timeout" if self.process.is_alive() else ""
         if killer:
             self.process.kill()
@@ -269,8 +289,12 @@ class Run:
         if self.mutation is not None:
             (self.copy / self.mutation.file).write_text(self.source)
         if self.verdict.exists():
-            return self.verdict.read_text()
-        return killer or ("" if self.process.exitcode == 0 else f"exit {self.process.exitcode}")
+            verdict = self.verdict.read_text()
+            return "" if verdict == PASSED else verdict
+        code = self.process.exitcode
+        if not killer and (code is None or code >= 0):
+            raise RuntimeError(f"{self.mutation}: no verdict, and exit status {code}")
+        return killer or f"exit {code}"
 
 
 def run_all(mutations: list[Mutation], copies: Copies, report) -> list[dict]:
@@ -282,7 +306,7 @@ def run_all(mutations: list[Mutation], copies: Copies, report) -> list[dict]:
             running.append(Run(copies.idle.pop(), m, ordered_tests(m.file)))
         wait([run.process.sentinel for run in running], timeout=1.0)
         for run in list(running):
-            if run.process.is_alive() and run.seconds < TIMEOUT_S:
+            if run.process.is_alive() and not run.hangs:
                 continue
             killer = run.finish()
             running.remove(run)
@@ -324,7 +348,8 @@ def main(arguments: list[str] | None = None) -> int:
         copies = Copies(Path(folder), options.jobs)
         tests = list(dict.fromkeys(test for m in mutations for test in ordered_tests(m.file)))
         baseline = Run(copies.idle[0], None, tests)
-        baseline.process.join(BASELINE_TIMEOUT_S)
+        while baseline.process.is_alive() and not baseline.hangs:
+            baseline.process.join(1.0)
         if failed := baseline.finish():
             console.print(f"[red]the tests fail without any mutation:[/] {failed}")
             return 1
