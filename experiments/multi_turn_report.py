@@ -79,9 +79,9 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     ratio = median(row["ttft_cold_ms"] for row in largest) / median(r["ttft_ms"] for r in largest)
     text = (
         f"With {pools[0]} slots {at_latest:.0f} % of the later turns resume from the state "
-        f"near the end of the prompt before, on average {behind:.0f} tokens before their end, because exact "
-        f"requests leave no decode states, and their first token comes {ratio:.1f} times sooner "
-        "than without cache"
+        f"near the end of the prompt before, on average {behind:.0f} tokens before their own end, "
+        "because exact requests leave no decode states, and their first token comes "
+        f"{ratio:.1f} times sooner than without cache"
     )
     fewer = [
         f"{num_slots} slots {_share([r for r in later if r['num_slots'] == num_slots]):.0f} %"
