@@ -25,7 +25,8 @@ def prefill_flops(start: int, end: int) -> float:
 class Kind(StrEnum):
     """Why a state was saved, and what became of it."""
 
-    TIP = "tip"  # the end of a prompt that no other has gone on from yet
+    TIP = "tip"  # near the end of a prompt that no other has gone on from yet
+    END = "end"  # at its very end, a little below its tip
     SUPERSEDED = "superseded"  # a tip that another prompt went on from
     BRANCH = "branch"  # prompts part here
     COMB = "comb"  # on the way, every so many tokens

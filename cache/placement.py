@@ -1,6 +1,7 @@
 """Which boundaries of a prompt become checkpoints?"""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,7 +9,7 @@ from cache.eviction import Kind
 
 MARGIN = 64  # tokens at the end of a prompt that the next turn often replaces
 CHECKPOINT_EVERY = 8192  # tokens
-USUAL = f"prompt_end({MARGIN})+branch+comb({CHECKPOINT_EVERY})"
+USUAL = f"prompt_end({MARGIN})+prompt_end+branch+comb({CHECKPOINT_EVERY})"
 """What an engine saves that is told nothing else; `experiments.policies` says what it is worth."""
 
 
@@ -62,14 +63,16 @@ class PromptEnd:
     """At the last grid boundary below the final token: the same prompt again costs one stride.
 
     before: so many tokens above it, at least. The next turn often replaces the last few tokens (a
-    template's cue to answer, a reminder): a state that holds them is of no use to it.
+    template's cue to answer, a reminder): a state that holds them is of no use to it. kind: END
+    where another one is saved above it.
     """
 
     before: int = 0
+    kind: Kind = Kind.TIP
 
     def boundaries(self, start: int, end: int, prompt: Prompt) -> dict[int, Kind]:
         last = prompt.last_boundary(self.before)
-        return {last: Kind.TIP} if start < last <= end else {}
+        return {last: self.kind} if start < last <= end else {}
 
 
 @dataclass(frozen=True)
@@ -104,19 +107,21 @@ class Combined:
         return found
 
 
-def combined(
-    every: int | None, *, prompt_end: bool = True, branch: bool = True, before: int = 0
-) -> Combined:
-    """The usual ones together. every: tokens; None: none on the way. before: see `PromptEnd`."""
+def combined(every: int | None, *, branch: bool = True, ends: Sequence[int] = (0,)) -> Combined:
+    """The usual ones together. every: tokens; None: none on the way.
+
+    ends: tokens above prompt ends. The farthest of them is the tip.
+    """
     parts: list[Placement] = [] if every is None else [Every(every)]
-    parts += [Branch(before)] if branch else []
-    parts += [PromptEnd(before)] if prompt_end else []
+    farthest = max(ends, default=0)
+    parts += [Branch(farthest)] if branch else []
+    parts += [PromptEnd(n, Kind.TIP if n == farthest else Kind.END) for n in sorted(ends)]
     return Combined(tuple(parts))
 
 
 def usual(every: int) -> Combined:
     """`USUAL` with another comb."""
-    return combined(every, before=MARGIN)
+    return combined(every, ends=(0, MARGIN))
 
 
 def parse_placement(text: str, chunk_stride: int) -> Combined:
@@ -133,16 +138,11 @@ def parse_placement(text: str, chunk_stride: int) -> Combined:
     }
     for name in names:
         word, number = _read(name, chunk_stride)
+        if number in numbers[word]:
+            raise ValueError(_rule(chunk_stride))
         numbers[word].append(number)
-    if len(numbers["branch"]) > 1 or len(numbers["prompt_end"]) > 1 or len(set(names)) < len(names):
-        raise ValueError(_rule(chunk_stride))
-    last = combined(
-        None,
-        prompt_end=bool(numbers["prompt_end"]),
-        branch=bool(numbers["branch"]),
-        before=sum(numbers["prompt_end"]),
-    )
-    parts = (*(Every(number) for number in numbers["comb"]), *last.parts)
+    rest = combined(None, branch=bool(numbers["branch"]), ends=numbers["prompt_end"])
+    parts = (*(Every(number) for number in numbers["comb"]), *rest.parts)
     return Combined(parts, whole_prompt=bool(numbers["whole_prompt"]))
 
 

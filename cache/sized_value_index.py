@@ -24,7 +24,8 @@ class SizedValueIndex(ValueIndex):
 
     def worth(self, boundary: int, above: int, kind: Kind) -> float:
         """A prompt's end is the deepest state of its path, for now."""
-        kv_pages = (boundary - above) / self._tokens_per_page if kind is Kind.TIP else 0.0
+        deepest = kind in (Kind.TIP, Kind.END)
+        kv_pages = (boundary - above) / self._tokens_per_page if deepest else 0.0
         return super().worth(boundary, above, kind) / (1.0 + kv_pages)
 
     def _work(self, id_: int) -> float:

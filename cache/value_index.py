@@ -125,7 +125,7 @@ class ValueIndex:
 
     def passed_over(self, keys: Sequence[PrefixHash], kind: Kind) -> None:
         """It is remembered like one that was evicted."""
-        if keys[-1] not in self._by_key:
+        if keys[-1] not in self._by_key and kind is not Kind.END:
             seen = self._by_key[keys[-1]] = Observed(keys[-1], kind, self._clock, None)
             self._remember(seen)
             self._supersede(keys, kind)
@@ -138,7 +138,11 @@ class ValueIndex:
         self._drop(id_)
         if self._by_key.get(seen.key) is seen:
             seen.id_ = None
-            self._remember(seen)
+            if seen.kind is Kind.END:
+                self._observe(seen, used=False)
+                del self._by_key[seen.key]
+            else:
+                self._remember(seen)
         return id_
 
     def _remember(self, seen: Observed) -> None:
@@ -168,6 +172,7 @@ class ValueIndex:
         if self._clock % _REFRESH_EVERY == 0:
             self._ranks.refresh(self._ages)
         wanted = self._deepest(keys, len(keys))
+        self._use_end(keys, wanted)
         if wanted is not None:
             self._observe(wanted, used=True)
             if wanted.kind is Kind.SUPERSEDED and wanted.key == keys[-1]:
@@ -177,6 +182,17 @@ class ValueIndex:
             self._restart(wanted)
         if mounted in self._live:
             self._gone_through(mounted)
+
+    def _use_end(self, keys: Sequence[PrefixHash], wanted: Observed | None) -> None:
+        """A prompt whose end this one leaves as it is has a state below the one that is wanted."""
+        for key in reversed(keys):
+            seen = self._by_key.get(key)
+            if seen is wanted and seen is not None:
+                return
+            if seen is not None and seen.kind is Kind.END:
+                self._observe(seen, used=True)
+                self._restart(seen)
+                return
 
     def _gone_through(self, mounted: int) -> None:
         """A prompt resumed from this state, and so went through those above it."""
@@ -193,7 +209,7 @@ class ValueIndex:
         else:
             del self._remembered[seen.key]
             seen.id_ = id_
-            if kind is not Kind.COMB and seen.kind is Kind.COMB:
+            if seen.kind is Kind.COMB and kind is not Kind.COMB:
                 self._become(seen, kind)
         self._live[id_] = seen
         self._states.insert(id_, boundary, keys)
@@ -201,7 +217,7 @@ class ValueIndex:
 
     def _supersede(self, keys: Sequence[PrefixHash], kind: Kind) -> None:
         """A prompt went on from the state above, if that was a prompt's end."""
-        if kind not in (Kind.COMB, Kind.WHOLE):
+        if kind not in (Kind.COMB, Kind.WHOLE, Kind.END):
             above = self._deepest(keys, len(keys) - 1, comb=False)
             if above is not None and above.kind is Kind.TIP:
                 self._become(above, Kind.SUPERSEDED)
@@ -210,9 +226,10 @@ class ValueIndex:
         self, keys: Sequence[PrefixHash], num_keys: int, *, comb: bool = True
     ) -> Observed | None:
         """The deepest state of these strides that is or was there. comb: of that kind, too."""
+        passed = (Kind.END,) if comb else (Kind.END, Kind.COMB)
         for index in range(num_keys - 1, -1, -1):
             seen = self._by_key.get(keys[index])
-            if seen is not None and (comb or seen.kind is not Kind.COMB):
+            if seen is not None and seen.kind not in passed:
                 return seen
         return None
 

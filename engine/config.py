@@ -25,7 +25,7 @@ class EngineConfig:
         be saved or restored, and where a prefill may be cut.
     checkpoint_every: tokens between the states that are saved on the way through a prompt, and of
         K/V to each checkpoint where sizes follow from the budget.
-    placement: which states are saved; None: "prompt_end(64)+branch+every(N)", N as
+    placement: which states are saved; None: "prompt_end(64)+prompt_end+branch+every(N)", N as
         `checkpoint_every`. "whole_prompt" keeps what identical prompts need to run no forward pass:
         a state, up to a stride of K/V, and a row of logits on the host.
     eviction: which checkpoint goes when slots run out: "value" (`cache.value_index`), "lru",

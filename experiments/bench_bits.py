@@ -5,7 +5,6 @@ Times of a wrong answer mean nothing, so the benchmark asks here first and stops
 
 from collections.abc import Callable
 
-from cache.placement import MARGIN, Prompt
 from engine import LLM, SamplingParams
 from experiments.cold_and_warm import first_difference
 
@@ -25,10 +24,10 @@ def differences(
     for _ in range(2):  # the second leaves a state where they part
         on.generate([shared + tokens(suffix)], _greedy(1))
     prompt = shared + tokens(suffix)
-    near_its_end = Prompt(len(prompt), on.config.chunk_stride).last_boundary(MARGIN)
+    last_boundary = (len(prompt) - 1) // on.config.chunk_stride * on.config.chunk_stride
     requests = (
         ("shared prefix", prompt, 1, prefix),
-        ("identical prompt", prompt, 1, near_its_end),
+        ("identical prompt", prompt, 1, last_boundary),
         ("decode", tokens(512), DECODED, 0),
     )
     found = []

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from cache.placement import MARGIN, Prompt
 from engine import LLM, EngineConfig, EngineStats, RequestOutput, SamplingParams
 from experiments.shared_prompts import random_ids
 
@@ -173,12 +172,12 @@ def least_boundary(
 ) -> int:
     """The boundary that question `i` must at least resume from.
 
-    Warm: the state near its own end. Fill, one at a time, after the first: the last one of the comb
-    in the document. Otherwise nothing is due.
+    Warm: the last grid boundary below its final token. Fill, one at a time, after the first: the
+    last saved boundary of the document. Otherwise nothing is due.
     """
     last = request.prompt_tokens - 1
     if pass_ == "warm":
-        return Prompt(request.prompt_tokens, config.chunk_stride).last_boundary(MARGIN)
+        return last // config.chunk_stride * config.chunk_stride
     if pass_ == "fill" and mode == "serial" and i > 0:
         return min(last, prefix_tokens) // config.checkpoint_every * config.checkpoint_every
     return 0

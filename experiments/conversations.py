@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cache.placement import MARGIN, Prompt
 from engine import LLM
 from experiments.recall_documents import answer_turn, make_document, prompt, user_turn
 
@@ -47,10 +46,10 @@ def _conversation(llm: LLM, number: int, *, turns: int, sentences: int) -> list[
 
 
 def latest_boundaries(turns: Iterable[Turn], chunk_stride: int) -> list[int]:
-    """For each turn where the prompt before it left its state: a little above its end."""
+    """For each turn the last grid boundary below the last token of the prompt before it."""
     ends: dict[int, int] = {}
     latest = []
     for turn in turns:
         latest.append(ends.get(turn.conversation, 0))
-        ends[turn.conversation] = Prompt(len(turn.prompt), chunk_stride).last_boundary(MARGIN)
+        ends[turn.conversation] = (len(turn.prompt) - 1) // chunk_stride * chunk_stride
     return latest

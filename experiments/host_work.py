@@ -8,7 +8,7 @@ from cache.composite_block_manager import CompositeBlockManager
 from cache.hashing import HashDomain
 from cache.kv_block_manager import KVBlockManager
 from cache.linear_state_block_manager import LinearStateBlockManager
-from cache.placement import MARGIN, usual
+from cache.placement import usual
 from experiments.timing import seconds
 
 
@@ -34,7 +34,7 @@ def host_work(num_tokens: int = 32_768, stride: int = 64) -> dict[str, float]:
 
     def hit() -> None:
         match = manager.match(again)
-        assert match.boundary == num_tokens - stride - MARGIN
+        assert match.boundary == num_tokens - stride
         assert manager.allocate(again, match, num_tokens)
 
     manager.release(seq)

@@ -3,11 +3,11 @@
 Several conversations are served, one request at a time; a seed draws whose turn it is. The first
 turn holds a document of facts; every turn asks for one, and the next prompt is the last one, its
 answer and a new question.
-All turns are exact and follow each other at once, so the state near the last prompt's end is the
-latest that a turn could resume from: exact requests leave nothing that decoding wrote, and no idle
-step prefills an answer (`experiments.regression` has both). Smaller and smaller state pools show
-what is lost when conversations evict each other's states. Token ids and every row of logits are
-compared with an engine without cache.
+All turns are exact and follow each other at once, so the last prompt's end is the latest that a
+turn could resume from: exact requests leave nothing that decoding wrote, and no idle step prefills
+an answer (`experiments.regression` has both). Smaller and smaller state pools show what is lost
+when conversations evict each other's states. Token ids and every row of logits are compared with
+an engine without cache.
 
     python -m experiments.multi_turn
     python -m experiments.multi_turn --small

@@ -13,7 +13,7 @@ from experiments.tables import new_table
 
 # Why a turn did not resume later than it did.
 FIRST_TURN = "first turn"  # nothing of it was served before
-LATEST = "latest"  # the state near the end of the prompt before it: later tokens were decoded
+LATEST = "latest"  # the last grid boundary of the prompt before it: later tokens were decoded
 NO_STATE = "no state"  # K/V reaches further, but the state there was evicted, or found no slot
 KV_GONE = "K/V gone"  # its blocks were evicted
 
@@ -59,7 +59,7 @@ def table(lines: Sequence[dict[str, Any]]) -> Table:
 
 
 _LEGEND = """\
-Tokens, means over the conversations. latest: where the prompt before left its state;
+Tokens, means over the conversations. latest: the last boundary that could be saved before;
 K/V: how far it reached; resumed: boundary; again: tokens recomputed; cold / warm: of median TTFT.
 latest: nothing later was there, exact requests leave no decode states.
 no state: K/V reached further."""
@@ -78,10 +78,10 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     behind = mean(row["prompt_tokens"] - row["boundary"] for row in largest)
     ratio = median(row["ttft_cold_ms"] for row in largest) / median(r["ttft_ms"] for r in largest)
     text = (
-        f"With {pools[0]} slots {at_latest:.0f} % of the later turns resume from the state "
-        f"near the end of the prompt before, on average {behind:.0f} tokens before their own end, "
-        "because exact requests leave no decode states, and their first token comes "
-        f"{ratio:.1f} times sooner than without cache"
+        f"With {pools[0]} slots {at_latest:.0f} % of the later turns resume at the last boundary "
+        f"of the prompt before, on average {behind:.0f} tokens before their end, because exact "
+        f"requests leave no decode states, and their first token comes {ratio:.1f} times sooner "
+        "than without cache"
     )
     fewer = [
         f"{num_slots} slots {_share([r for r in later if r['num_slots'] == num_slots]):.0f} %"

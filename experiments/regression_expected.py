@@ -33,9 +33,8 @@ class Placement:
         usable = min(reach, last)
         resumed = max((i for i in range(1, usable + 1) if keys[i - 1] in self._states), default=0)
         every = self.checkpoint_every // self.stride
-        saved = {(len(prompt) - 1 - MARGIN) // self.stride, point // self.stride}
-        if len(prompt) - 1 - MARGIN < self.stride:
-            saved.add(last)  # too short for a margin
+        above = (len(prompt) - 1 - MARGIN) // self.stride
+        saved = {last, above, point // self.stride}  # near its end, next turn
         if usable - resumed > margin:
             saved.add(usable)  # where it branches off
         for i in range(resumed + 1, len(keys) + 1):

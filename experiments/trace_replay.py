@@ -28,7 +28,9 @@ class ChosenLeaf(LinearStateBlockManager):
             num_blocks + 3,  # padding, a live slot and one to rotate to
             HashDomain("linear", GRID),
             max_num_seqs=1,
-            placement=combined(policy.every, prompt_end=policy.prompt_end, branch=policy.branch),
+            placement=combined(
+                policy.every, branch=policy.branch, ends=(0,) if policy.prompt_end else ()
+            ),
         )
 
 

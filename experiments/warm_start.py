@@ -173,7 +173,7 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
     prompt_tokens = options.prefix_tokens + options.suffix_tokens
     longest = prompt_tokens + options.max_tokens
     on_document = options.prefix_tokens // every + 1  # the last where the questions part
-    on_question = options.suffix_tokens // every + 2
+    on_question = options.suffix_tokens // every + 3
     on_warm_up = WARM_UP_TOKENS // every + 2
     in_flight = defaults.max_num_batched_tokens // defaults.chunk_stride
     checkpoints = on_document + num_seqs * on_question + on_warm_up + in_flight

@@ -37,15 +37,15 @@ class CompositeBesideALedger(RuleBasedStateMachine):
         spare_slots=st.integers(0, 4),
         num_blocks=st.integers(10, 24),
         policy=st.sampled_from(sorted(POLICIES)),
-        before=st.sampled_from([0, 0, 1, STRIDE]),
+        ends=st.sampled_from([(0,), (0,), (1,), (STRIDE,), (0, STRIDE), (0, 1)]),
     )
     def start(
-        self, every: int, spare_slots: int, num_blocks: int, policy: str, before: int
+        self, every: int, spare_slots: int, num_blocks: int, policy: str, ends: tuple[int, ...]
     ) -> None:
         self.manager = composite(
             num_blocks=num_blocks,
             num_slots=4 + spare_slots,
-            placement=combined(every, before=before),
+            placement=combined(every, ends=ends),
             max_num_seqs=3,
             policy=POLICIES[policy](),
         )

@@ -135,7 +135,7 @@ def test_policies_are_made_by_name():
     assert parse_policy("flop_aware(0.25)").alpha == 0.25
     assert type(parse_policy("value")) is ValueIndex
     for text in ("", "LRU", "lru_cap_per_path", "flop_aware(x)", "flop_aware(1)x", "value "):
-        with pytest.raises(ValueError, match=r"must be lru, .* got"):
+        with pytest.raises(ValueError, match=r"must be lru, .* or value"):
             parse_policy(text)
 
 
@@ -344,6 +344,67 @@ def test_a_state_that_comes_between_counts_once_a_prompt_passes_it():
     save(policy, 3, path("x", "y"), Kind.BRANCH)
     policy.discard(2)
     assert evicted(policy) == [1, 3]
+
+
+def uses(policy):
+    return {kind: sum(policy._ranks.hazards[kind]._uses) for kind in (Kind.TIP, Kind.END)}
+
+
+def test_who_resumes_at_an_end_uses_the_tip_above_it_as_well():
+    policy = ValueIndex()
+    save(policy, 1, path("a"))
+    save(policy, 2, path("a", "b"), Kind.END)
+    policy.request(path("a", "b"), 2)
+    assert uses(policy) == {Kind.TIP: 1, Kind.END: 1}
+    policy.request(path("a", "x"), 1)
+    assert uses(policy) == {Kind.TIP: 2, Kind.END: 1}
+    policy.request(path("a", "b", "c"), None)
+    assert uses(policy) == {Kind.TIP: 3, Kind.END: 2}
+
+
+def test_the_end_of_a_shorter_prompt_is_not_used_by_who_resumes_below_it():
+    policy = ValueIndex()
+    save(policy, 1, path("a", "b"), Kind.END)
+    save(policy, 2, path("a", "b", "c"))
+    policy.request(path("a", "b", "c"), 2)
+    assert uses(policy) == {Kind.TIP: 1, Kind.END: 0}
+
+
+def test_an_end_is_young_again_when_it_is_used():
+    policy = ValueIndex()
+    save(policy, 1, path("a"))
+    for id_, name in ((2, "b"), (3, "c")):
+        save(policy, id_, path("a", name), Kind.END)
+    for _ in range(3):
+        policy.request(path("x"), None)
+    policy.request(path("a", "b"), None)
+    policy.request(path("x"), None)
+    assert evicted(policy)[0] == 3
+
+
+def test_a_tip_is_superseded_across_the_end_below_it():
+    policy = ValueIndex()
+    save(policy, 1, path("a"))
+    save(policy, 2, path("a", "b"), Kind.END)
+    assert policy._live[1].kind is Kind.TIP
+    save(policy, 3, path("a", "b", "c"))
+    kinds = [policy._live[id_].kind for id_ in (1, 2, 3)]
+    assert kinds == [Kind.SUPERSEDED, Kind.END, Kind.TIP]
+
+
+def test_an_end_goes_before_its_tip_and_is_not_observed_any_more():
+    policy = ValueIndex()
+    save(policy, 1, path("a", "b", "c"))
+    save(policy, 2, path("a", "b", "c", "d"), Kind.END)
+    policy.request(path("x"), None)
+    assert policy.evict() == 2
+    policy.request(path("a", "b", "c", "d"), 1)
+    assert uses(policy) == {Kind.TIP: 1, Kind.END: 0}
+    assert policy._ranks.hazards[Kind.END]._exposure[0] == 1
+    policy.passed_over(path("a", "b", "c", "d"), Kind.END)
+    policy.request(path("a", "b", "c", "d"), 1)
+    assert uses(policy) == {Kind.TIP: 2, Kind.END: 0}
+    policy.check()
 
 
 def test_states_on_the_way_of_a_prompt_supersede_nothing():

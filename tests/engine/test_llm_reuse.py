@@ -189,17 +189,17 @@ def test_where_a_prefill_is_cut_does_not_change_what_is_saved():
         assert found == [128, 256, 384, 640], budget
 
 
-def test_by_default_states_are_64_tokens_above_prompt_ends_and_on_a_wide_comb():
+def test_by_default_states_are_at_prompt_ends_64_tokens_above_them_and_on_a_wide_comb():
     llm = make_engine(num_slots=40, num_blocks=200)
     assert llm.manager.linear.placement == parse_placement(USUAL, 64)
     prompt = tokens(0, 700)
     run(llm, prompt)
-    assert llm.stats().saves == 1
-    assert run(llm, prompt).boundary == 576
-    assert run(llm, prompt[:650] + tokens(1, 90)).boundary == 576
+    assert llm.stats().saves == 2
+    assert run(llm, prompt).boundary == 640
+    assert run(llm, prompt[:630] + tokens(1, 90)).boundary == 576
     narrow = make_engine(checkpoint_every=128, num_slots=40, num_blocks=200)
     run(narrow, prompt)
-    assert narrow.stats().saves == 5 + 1
+    assert narrow.stats().saves == 5 + 1  # the end is on the comb
 
 
 @pytest.mark.parametrize("restore", ["copy", "redirect"])

@@ -41,11 +41,11 @@ def assert_bits(output: RequestOutput, prompt: list[int]) -> None:
 
 
 @pytest.mark.parametrize("restore", ["copy", "redirect"])
-def test_an_exact_turn_resumes_near_the_end_of_the_prompt_before_it(restore: str):
+def test_an_exact_turn_resumes_at_the_end_of_the_prompt_before_it(restore: str):
     llm = make_engine(restore=restore, **POOLS)
     first = finish(llm, PROMPT, exact=False)
     second = finish(llm, next_prompt(first))
-    assert (second.boundary, second.limit_reason) == (64, "decode_only")
+    assert (second.boundary, second.limit_reason) == (128, "decode_only")
     assert second.exact
     assert_bits(second, next_prompt(first))
 

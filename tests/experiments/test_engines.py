@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from cache.placement import MARGIN
 from engine import SamplingParams
 from experiments.engines import SMALLEST, check_length, load, roomy, same_weights
 
@@ -41,7 +40,7 @@ def test_nothing_is_evicted_where_there_is_room(loaded, num_seqs):
     assert stats.state_evictions == 0 and not stats.saves_skipped.get("no_slot")
     for prompt in prompts:
         [again] = llm.generate([prompt], SamplingParams(max_tokens=1))
-        assert again.boundary == (TOKENS - 2 - MARGIN) // 64 * 64
+        assert again.boundary == (TOKENS - 2) // 64 * 64
 
 
 def test_other_settings_are_those_that_were_asked_for(loaded):

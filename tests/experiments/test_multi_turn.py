@@ -11,10 +11,10 @@ from experiments.multi_turn import Probe, draw, main, why_not_later
 from experiments.multi_turn_report import FIRST_TURN, KV_GONE, LATEST, NO_STATE, aggregated
 
 
-def test_latest_is_the_last_boundary_64_tokens_above_the_end_of_the_prompt_before():
+def test_latest_is_the_last_boundary_below_the_end_of_the_prompt_before():
     sizes = [(1, 128), (2, 129), (1, 130), (2, 200), (1, 256)]
     turns = [Turn(talk, 0, [0] * size, "") for talk, size in sizes]
-    assert latest_boundaries(turns, 64) == [0, 0, 64, 64, 64]
+    assert latest_boundaries(turns, 64) == [0, 0, 64, 128, 128]
 
 
 @pytest.mark.parametrize(

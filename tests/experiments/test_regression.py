@@ -52,21 +52,25 @@ def upto(n, last=0):
     return [*range(n - 1), last]
 
 
-def test_the_same_prompt_again_resumes_64_tokens_above_its_last_stride():
-    for length, resumed in ((200, 128), (192, 64), (193, 128), (100, 64), (128, 64)):
-        placement = Placement()
-        assert [placement.serve(upto(length)) for _ in range(2)] == [0, resumed]
+def test_the_same_prompt_again_resumes_at_its_last_stride():
+    placement = Placement()
+    assert [placement.serve(upto(200)) for _ in range(2)] == [0, 192]
+
+
+def test_a_prompt_that_ends_on_the_grid_resumes_a_stride_before_its_end():
+    placement = Placement()
+    assert [placement.serve(upto(192)) for _ in range(2)] == [0, 128]
 
 
 def test_a_turn_that_replaces_the_last_tokens_of_the_one_before_resumes_above_them():
     placement = Placement()
     placement.serve(upto(256))
-    assert placement.serve([*range(200), *range(1000, 1200)]) == 128
-    assert placement.serve([*range(200), *range(2000, 2200)]) == 128  # as near as it need be
+    assert placement.serve([*range(180), *range(1000, 1200)]) == 128
+    assert placement.serve([*range(200), *range(2000, 2200)]) == 192  # they are still there
 
 
 def test_what_goes_on_from_a_prompt_on_the_grid_resumes_at_its_end_only_if_that_was_named():
-    for point, resumed in ((0, 64), (192, 192), (191, 128)):
+    for point, resumed in ((0, 128), (192, 192), (191, 128)):
         placement = Placement()
         placement.serve(upto(192), point=point)
         assert placement.serve([*upto(192), *range(50)]) == resumed
