@@ -95,7 +95,12 @@ def test_belady_keeps_what_is_used_next_where_lru_does_not():
 def traces(tmp_path):
     folder = tmp_path / "traces"
     folder.mkdir()
-    calls = [{"t": i, "in": 64 * n + 9, "out": 1, "h": [[0, n]]} for i, n in enumerate((2, 4, 6))]
+    blocks = ([[0, 2]], [[0, 4]], [[0, 3], [9, 3]])  # the last turn replaces the end of the second
+    sizes = [sum(count for _, count in runs) for runs in blocks]
+    calls = [
+        {"t": i, "in": 64 * n + 9, "out": 1, "h": runs}
+        for i, (n, runs) in enumerate(zip(sizes, blocks, strict=True))
+    ]
     lines = [json.dumps({"id": f"s{i}", "bs": 64, "r": calls}) for i in range(4)]
     with gzip.open(folder / CLAUDE_FILE, "wt") as file:
         file.write("\n".join(lines))
@@ -127,12 +132,12 @@ def test_a_run_writes_a_row_for_every_trace_placement_policy_and_number_of_slots
     assert all(keys <= row.keys() and row["work"] >= 1.0 for row in rows)
     turns = [row for row in by_slots if row["trace"] == "claude"]
     at_ends = [row["work"] for row in turns if row["placement"] == PLACEMENTS[0]]
-    assert set(at_ends) == {1.0}
-    above = [row["work"] for row in turns if row["placement"] == USUAL]
-    parts = [(0, 137), (64, 265), (192, 393)]  # a turn resumes a block above its predecessor's end
-    least = [(0, 137), (128, 265), (256, 393)]
+    parts = [(0, 137), (128, 265), (128, 393)]  # the last turn resumes at the end of the first
+    least = [(0, 137), (128, 265), (192, 393)]
     expected = sum(prefill_flops(*part) for part in parts) / sum(prefill_flops(*p) for p in least)
-    assert above == pytest.approx([expected] * len(above)) and len(above) > 4
+    assert at_ends == pytest.approx([expected] * len(at_ends)) and len(at_ends) > 4
+    above = [row["work"] for row in turns if row["placement"] == USUAL]
+    assert set(above) == {1.0}
     assert out.with_suffix(".png").is_file()
     assert results["conclusion"].split()[0] in capsys.readouterr().out
 
