@@ -107,9 +107,9 @@ def conclusion(rows: Rows) -> str:
         ]
         parts.append(f"{name}: {', '.join(found)}")
     return (
-        "Prefill work over the least possible, states 64 tokens above prompt ends, at branches and "
-        "every 8,192 tokens, evicted by learnt value (mean and range of the draws of session "
-        f"starts): {'; '.join(parts)}. {budget_conclusion(rows)}"
+        "Prefill work over the least possible, states at prompt ends and 64 tokens above, at "
+        "branches and every 8,192 tokens, evicted by learnt value (mean and range of the draws of "
+        f"session starts): {'; '.join(parts)}. {budget_conclusion(rows)}"
     )
 
 
@@ -119,7 +119,7 @@ _LOOKS = {"lru": (COLD, "o"), "value": (WARM, "D"), "belady": (FIRST, "^")}
 def draw(results: dict[str, Any], path: Path) -> None:
     """Work by slots: both traces, three policies."""
     figure, axes = new_figure(
-        results["question"], "states near prompt ends, at branches, each 8,192"
+        results["question"], "states at and near prompt ends, at branches, each 8,192"
     )
     for trace, style in (("claude", "-"), ("mooncake", ":")):
         for policy, (color, marker) in _LOOKS.items():
