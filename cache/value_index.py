@@ -37,11 +37,15 @@ class ValueIndex:
     prefix that was ever saved, even if it was evicted since (the last 8,192 are remembered), so
     that what is learnt does not depend on what was kept. All states have equal bytes.
 
+    A prompt's very end (`Kind.END`) is observed only while it is there, and who uses it has used
+    the tip above it as well: so it takes no credit from that one, and its own worth is the few
+    tokens between them.
+
     Age counts from the last use, and of a state below which prompts go on (superseded or of a
     comb) from the last prompt that went through it: it is of use as long as its path is alive.
 
     Evictable states wait in one heap for each kind and age bucket, ordered by the work they save,
-    for which the rank is one factor. `evict` compares the heads of the heaps (at most 4 x 80). A
+    for which the rank is one factor. `evict` compares the heads of the heaps (at most 6 x 80). A
     state moves through O(log age) buckets; entries are replaced lazily, by stamp. A head whose work
     has grown since, because the state above it was evicted, is put back with what it saves now. So
     an operation is O(log n) amortised; `request` and `saved` also look at each stride down to the
@@ -171,8 +175,8 @@ class ValueIndex:
         self._clock += 1
         if self._clock % _REFRESH_EVERY == 0:
             self._ranks.refresh(self._ages)
+        self._use_end(keys)
         wanted = self._deepest(keys, len(keys))
-        self._use_end(keys, wanted)
         if wanted is not None:
             self._observe(wanted, used=True)
             if wanted.kind is Kind.SUPERSEDED and wanted.key == keys[-1]:
@@ -183,16 +187,13 @@ class ValueIndex:
         if mounted in self._live:
             self._gone_through(mounted)
 
-    def _use_end(self, keys: Sequence[PrefixHash], wanted: Observed | None) -> None:
-        """A prompt whose end this one leaves as it is has a state below the one that is wanted."""
-        for key in reversed(keys):
-            seen = self._by_key.get(key)
-            if seen is wanted and seen is not None:
-                return
-            if seen is not None and seen.kind is Kind.END:
-                self._observe(seen, used=True)
-                self._restart(seen)
-                return
+    def _use_end(self, keys: Sequence[PrefixHash]) -> None:
+        """The deepest state of these strides may be the very end of a prompt."""
+        observed = (self._by_key.get(key) for key in reversed(keys))
+        seen = next((each for each in observed if each is not None), None)
+        if seen is not None and seen.kind is Kind.END:
+            self._observe(seen, used=True)
+            self._restart(seen)
 
     def _gone_through(self, mounted: int) -> None:
         """A prompt resumed from this state, and so went through those above it."""
@@ -225,7 +226,10 @@ class ValueIndex:
     def _deepest(
         self, keys: Sequence[PrefixHash], num_keys: int, *, comb: bool = True
     ) -> Observed | None:
-        """The deepest state of these strides that is or was there. comb: of that kind, too."""
+        """The deepest state of these strides that is or was there, but for ends of prompts.
+
+        comb: of that kind, too.
+        """
         passed = (Kind.END,) if comb else (Kind.END, Kind.COMB)
         for index in range(num_keys - 1, -1, -1):
             seen = self._by_key.get(keys[index])
