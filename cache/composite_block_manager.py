@@ -97,7 +97,9 @@ class CompositeBlockManager:
         if self.linear is not None:
             boundary = self.linear.deepest(seq, limit)
         if boundary is None or boundary <= seq.num_computed_tokens:
-            return Match(seq.num_computed_tokens, reach, self._reason(seq, reach))
+            begins = seq.num_computed_tokens == 0  # later nobody asks why, and looking takes long
+            reason = self._reason(seq, reach) if begins else None
+            return Match(seq.num_computed_tokens, reach, reason)
         if self.linear is not None and not self.linear.can_mount(seq, boundary):
             return Match(seq.num_computed_tokens, reach, MissReason.NO_SLOT)
         return Match(boundary, reach, None)

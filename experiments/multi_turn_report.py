@@ -73,23 +73,22 @@ def conclusion(rows: Sequence[dict[str, Any]]) -> str:
     """One sentence: the largest pool's resumptions, and what smaller pools lose."""
     later = [row for row in rows if row["turn"] > 1]
     pools = sorted({row["num_slots"] for row in later}, reverse=True)
-    largest = [row for row in later if row["num_slots"] == pools[0]]
-    at_latest = _share(largest)
-    behind = mean(row["prompt_tokens"] - row["boundary"] for row in largest)
+    by_pool = {pool: [row for row in later if row["num_slots"] == pool] for pool in pools}
+    largest = by_pool[pools[0]]
     ratio = median(row["ttft_cold_ms"] for row in largest) / median(r["ttft_ms"] for r in largest)
     text = (
-        f"With {pools[0]} slots {at_latest:.0f} % of the later turns resume at the last boundary "
-        f"of the prompt before, on average {behind:.0f} tokens before their end, because exact "
-        f"requests leave no decode states, and their first token comes {ratio:.1f} times sooner "
-        "than without cache"
+        f"With {pools[0]} slots {_share(largest):.0f} % of the later turns resume at the last "
+        f"boundary of the prompt before; of {mean(row['prompt_tokens'] for row in later):,.0f} "
+        f"tokens {_again(largest):.0f} are computed again, because exact requests leave no decode "
+        f"states, and the first token comes {ratio:.1f} times sooner than without cache"
     )
-    fewer = [
-        f"{num_slots} slots {_share([r for r in later if r['num_slots'] == num_slots]):.0f} %"
-        for num_slots in pools[1:]
-    ]
-    return (
-        f"{text}; with {', '.join(fewer)}, the others for want of a state." if fewer else f"{text}."
-    )
+    fewer = [f"{_again(by_pool[pool]):.0f} with {pool} slots" for pool in pools[1:]]
+    return f"{text}; {', '.join(fewer)}." if fewer else f"{text}."
+
+
+def _again(rows: Sequence[dict[str, Any]]) -> float:
+    """Tokens computed again, the mean of the turns."""
+    return mean(row["recomputed_tokens"] for row in rows)
 
 
 def _share(rows: Sequence[dict[str, Any]]) -> float:

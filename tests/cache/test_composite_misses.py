@@ -36,6 +36,15 @@ def test_another_prompt_s_states_are_no_reason():
     assert manager.match(sequence(range(9))).miss_reason is MissReason.NO_CHECKPOINT
 
 
+def test_a_prompt_on_its_way_is_told_no_reason(monkeypatch):
+    manager = composite()
+    seq = sequence(range(20))
+    assert manager.match(seq).miss_reason is MissReason.NO_CHECKPOINT
+    run(manager, seq, 8)
+    monkeypatch.setattr(manager, "_reason", None)
+    assert manager.match(seq) == Match(8, 8, None)
+
+
 def test_states_that_lie_deeper_than_the_kv_are_reported():
     manager = composite(num_blocks=7)
     served(manager, range(9))
