@@ -1,12 +1,14 @@
 """What was used long ago and saves little work goes first."""
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf, isclose, log2
 
 from cache.eviction import Flops, Kind, Lru, prefill_flops
 from cache.hashing import PrefixHash
 from cache.saved_states import SavedStates
+
+_STALE = 1024  # entries that are out of date, beside one for each id, before heaps are cleaned
 
 
 class FlopAware(Lru):
@@ -18,8 +20,10 @@ class FlopAware(Lru):
     equal bytes. Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs" (2024).
 
     As the scales move with time no order of all ids lasts: ids of nearly equal work (2 ** (1/4))
-    wait in one heap, the one released longest ago on top, and the tops are compared. O(log n) and
-    the number of heaps, under a hundred.
+    wait in one heap, the one released longest ago on top, and the tops are compared. O(log n)
+    amortised and the number of heaps, under a hundred; once as many entries are out of date as
+    there are ids, and a thousand, the heaps are cleaned. The next shallower state is that of when
+    this one was saved, or if that goes the next one above it.
     """
 
     def __init__(self, alpha: float, flops: Flops = prefill_flops) -> None:
@@ -37,6 +41,7 @@ class FlopAware(Lru):
         self._work: dict[int, float] = {}  # of the evictable ids, and the sum of it
         self._total = 0.0
         self._heaps: dict[int, list[tuple[int, int]]] = {}  # (released, id); may be out of date
+        self._num_pushed = 0  # since the heaps were cleaned
 
     def clear(self) -> None:
         super().clear()
@@ -59,6 +64,9 @@ class FlopAware(Lru):
             work = self._flops(self._states.parent_boundary(id_), self._states[id_].boundary)
         self._total += work - self._work.get(id_, 0.0)
         self._work[id_] = work
+        self._num_pushed += 1
+        if self._num_pushed > len(self) + _STALE:
+            self._drop_stale()
         heappush(self._heaps.setdefault(_size_class(work), []), (self._released[id_], id_))
 
     def discard(self, id_: int) -> None:
@@ -102,6 +110,13 @@ class FlopAware(Lru):
                 del self._heaps[size_class]
         return tops
 
+    def _drop_stale(self) -> None:
+        """Leave only what is valid in the heaps."""
+        self._num_pushed = 0
+        for size_class, heap in self._heaps.items():
+            self._heaps[size_class] = [top for top in heap if self._is_valid(size_class, *top)]
+            heapify(self._heaps[size_class])
+
     def _is_valid(self, size_class: int, released: int, id_: int) -> bool:
         return self._released.get(id_) == released and _size_class(self._work[id_]) == size_class
 
@@ -110,6 +125,7 @@ class FlopAware(Lru):
         entries = {(c, *entry) for c, heap in self._heaps.items() for entry in heap}
         valid = sorted(id_ for c, released, id_ in entries if self._is_valid(c, released, id_))
         assert valid == sorted(self), "heaps and evictable ids disagree"
+        assert len(entries) <= 2 * (len(self._states) + len(self) + _STALE + 1), "not cleaned"
         assert isclose(self._total, sum(self._work.values()), rel_tol=1e-6, abs_tol=1e-6)
 
 

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from math import ceil, inf
 
 from cache.eviction import Flops, Kind, Lru, prefill_flops
@@ -14,6 +14,8 @@ from cache.saved_states import SavedStates
 _REFRESH_EVERY = 128  # requests between two looks at what was learnt
 _NUM_REMEMBERED = 8192  # evicted states that are still observed
 _ON_THE_WAY = (Kind.SUPERSEDED, Kind.COMB)
+_OF_AN_END = 1e-6  # of its rank: any other state is worth more
+_STALE = 1024  # entries that are out of date, beside one for each state, before queues are cleaned
 
 
 @dataclass(eq=False)
@@ -37,9 +39,9 @@ class ValueIndex:
     prefix that was ever saved, even if it was evicted since (the last 8,192 are remembered), so
     that what is learnt does not depend on what was kept. All states have equal bytes.
 
-    A prompt's very end (`Kind.END`) is observed only while it is there, and who uses it has used
-    the tip above it as well: so it takes no credit from that one, and its own worth is the few
-    tokens between them.
+    A prompt's very end (`Kind.END`) fills slots that nothing else needs: all ends go before all
+    others. It is observed only while it is there, and who uses it has used the tip above it as
+    well, so it takes no credit from that one.
 
     Age counts from the last use, and of a state below which prompts go on (superseded or of a
     comb) from the last prompt that went through it: it is of use as long as its path is alive.
@@ -49,7 +51,8 @@ class ValueIndex:
     state moves through O(log age) buckets; entries are replaced lazily, by stamp. A head whose work
     has grown since, because the state above it was evicted, is put back with what it saves now. So
     an operation is O(log n) amortised; `request` and `saved` also look at each stride down to the
-    next shallower state. Ids of which nothing was told go first, in LRU order.
+    next shallower state. Once as many entries are out of date as there are states, and a thousand,
+    the queues are cleaned. Ids of which nothing was told go first, in LRU order.
 
     Invariants, checked by `check()`:
     1. every evictable id has one valid entry, in the heap of its kind and not before its bucket.
@@ -74,6 +77,7 @@ class ValueIndex:
         self._remembered: OrderedDict[PrefixHash, Observed] = OrderedDict()
         self._heaps: dict[tuple[Kind, int], list[tuple[float, int, int]]] = {}
         self._due: list[tuple[int, int, int]] = []  # (request, stamp, id)
+        self._num_pushed = 0  # since the queues were cleaned
         self._evictable: dict[int, None] = {}
 
     def clear(self) -> None:
@@ -114,13 +118,13 @@ class ValueIndex:
                 del self._heaps[kind, bucket]
                 continue
             work, stamp, id_ = heap[0]
-            value = (self._ranks.rank(kind, bucket) * work, stamp, id_)
+            value = (self._rank(kind, bucket) * work, stamp, id_)
             best = value if best is None else min(best, value)
         assert best is not None, "nothing is evictable"
         return best[0], best[2]
 
     def worth(self, boundary: int, above: int, kind: Kind) -> float:
-        return self._ranks.rank(kind, 0) * self._flops(above, boundary)
+        return self._rank(kind, 0) * self._flops(above, boundary)
 
     def least_worth(self) -> float:
         if self._untold:
@@ -257,6 +261,9 @@ class ValueIndex:
         every = (*self._live.values(), *self._remembered.values())
         return [self._clock - seen.last for seen in every if seen.kind == kind]
 
+    def _rank(self, kind: Kind, bucket: int) -> float:
+        return self._ranks.rank(kind, bucket) * (_OF_AN_END if kind is Kind.END else 1.0)
+
     # ---- queues
 
     def _work(self, id_: int) -> float:
@@ -265,6 +272,9 @@ class ValueIndex:
     def _enqueue(self, seen: Observed) -> None:
         """A new entry; the one before, if any, is no longer valid."""
         assert seen.id_ is not None
+        self._num_pushed += 1
+        if self._num_pushed > len(self._evictable) + _STALE:
+            self._drop_stale()
         bucket = age_bucket(self._clock - seen.last)
         self._stamps += 1
         seen.stamp = self._stamps
@@ -273,6 +283,15 @@ class ValueIndex:
         if bucket < NUM_AGES - 1:
             due = seen.last + ceil(AGE_EDGES[bucket + 1])
             heappush(self._due, (max(due, self._clock + 1), seen.stamp, seen.id_))
+
+    def _drop_stale(self) -> None:
+        """Leave only what is valid in the queues."""
+        self._num_pushed = 0
+        for key, heap in self._heaps.items():
+            self._heaps[key] = [entry for entry in heap if self._is_valid(entry[2], entry[1])]
+            heapify(self._heaps[key])
+        self._due = [entry for entry in self._due if self._is_valid(entry[2], entry[1])]
+        heapify(self._due)
 
     def _is_valid(self, id_: int, stamp: int) -> bool:
         return id_ in self._evictable and self._live[id_].stamp == stamp
@@ -299,6 +318,8 @@ class ValueIndex:
         entries = [entry for heap in self._heaps.values() for entry in heap]
         valid = [id_ for _, stamp, id_ in entries if self._is_valid(id_, stamp)]
         assert sorted(valid) == sorted(self._evictable), "an evictable state is not in one heap"
+        bound = 2 * (len(self._live) + _STALE + 1)
+        assert max(len(entries), len(self._due)) <= bound, "the queues are not cleaned"
         self._states.check()
         assert set(self._states) == set(self._live)
         assert all(seen.id_ == id_ for id_, seen in self._live.items())

@@ -112,15 +112,15 @@ def reusable_points(
     One for an answer and a next user turn, one for a tool call and its result, one for another
     conversation with the same system message and tools, where the template renders them; equal ones
     once, and no 0. prompt_token_ids: the encoded `template.render(messages, tools=tools)`. Costs
-    ten renderings; only their ends are tokenised.
+    ten renderings; only the ends of long ones are tokenised, and an opening once.
     """
-    known = template.render(messages, tools=tools), prompt_token_ids
+    this = template.render(messages, tools=tools), prompt_token_ids
     opening = list(takewhile(lambda message: message.get("role") in _OPENING_ROLES, messages))
-    starts = [(messages, _user_turn), (messages, _tool_turn)]
+    starts = [(messages, _user_turn, this), (messages, _tool_turn, this)]
     if opening or tools:
-        starts.append((opening, _first_turn))
+        starts.append((opening, _first_turn, ("", [])))
     points = set()
-    for start, turn in starts:
+    for start, turn, known in starts:
         conversations = [[*start, *turn(dummy, dummy)] for dummy in _DUMMIES]
         nexts = _encoded(template, tokenizer, conversations, tools, known)
         points.add(min((_common_length(prompt_token_ids, ids) for ids in nexts), default=0))

@@ -9,6 +9,7 @@ from cache.admission import admitted
 from cache.block_pool import BlockPool
 from cache.eviction import Kind, Lru, LruCapPerPath, prefill_flops
 from cache.flop_aware import FlopAware
+from cache.placement import combined
 from cache.policy_names import parse_policy
 from cache.reuse_hazard import AGE_EDGES, ReuseHazard, age_bucket
 from cache.saved_states import SavedStates
@@ -360,6 +361,41 @@ def test_who_resumes_at_an_end_uses_the_tip_above_it_as_well():
     assert uses(policy) == {Kind.TIP: 2, Kind.END: 1}
     policy.request(path("a", "b", "c"), None)
     assert uses(policy) == {Kind.TIP: 3, Kind.END: 2}
+
+
+def test_ends_go_before_all_others_and_among_themselves_by_worth():
+    policy = ValueIndex()
+    save(policy, 1, path("a"))
+    save(policy, 2, path("a", "b"), Kind.END)
+    save(policy, 3, path("p", "q"), Kind.COMB)
+    save(policy, 4, path("p", "q", "r", "s"), Kind.END)
+    assert policy.worth(640, 0, Kind.END) < policy.worth(64, 0, Kind.TIP)
+    assert evicted(policy)[:2] == [2, 4]
+
+
+def test_more_short_prompts_than_half_the_slots_still_hit_when_they_come_again():
+    """Ends that are worth as much as tips would push them out: the pool cycles, nothing hits."""
+    manager = composite(
+        num_blocks=400, num_slots=34, placement=combined(None, ends=(0, 4)), policy=ValueIndex()
+    )
+    for _ in range(3):
+        hits = []
+        for prompt in ([n, *range(9)] for n in range(100, 120)):
+            hits.append(manager.match(sequence(prompt)).boundary)
+            served(manager, prompt)
+    assert min(hits) >= 4
+
+
+@pytest.mark.parametrize("policy", [ValueIndex(), FlopAware(1.0)])
+def test_uses_without_end_leave_no_more_behind_than_there_are_states(policy):
+    save(policy, 1, path("a", "b"))
+    save(policy, 2, path("x", "y"))
+    for _ in range(6000):
+        policy.discard(2)
+        policy.add(2)
+    policy.check()
+    assert sum(map(len, policy._heaps.values())) < 3000
+    assert evicted(policy) == [1, 2]
 
 
 def test_the_end_of_a_shorter_prompt_is_not_used_by_who_resumes_below_it():
