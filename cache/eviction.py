@@ -27,7 +27,7 @@ class Kind(StrEnum):
 
     TIP = "tip"  # near the end of a prompt that no other has gone on from yet
     END = "end"  # at its very end, a little below its tip
-    SUPERSEDED = "superseded"  # a tip that another prompt went on from
+    SUPERSEDED = "superseded"  # a tip that was gone on from, by another prompt or below its own
     BRANCH = "branch"  # prompts part here
     COMB = "comb"  # on the way, every so many tokens
     WHOLE = "whole"  # after a whole prompt, for an identical one
@@ -76,6 +76,9 @@ class EvictionPolicy(Protocol):
     def saved(self, id_: int, boundary: int, keys: Sequence[PrefixHash], kind: Kind) -> None:
         """A published id holds the state after `boundary` tokens; the last of `keys` is its own."""
 
+    def again(self, id_: int, keys: Sequence[PrefixHash], kind: Kind) -> None:
+        """A prompt resumed from this state (see `saved`), and would save it for this reason."""
+
     def check(self) -> None:
         """Its invariants."""
 
@@ -104,6 +107,9 @@ class Untold:
         """Nothing is learnt."""
 
     def saved(self, id_: int, boundary: int, keys: Sequence[PrefixHash], kind: Kind) -> None:
+        """Nothing is noted."""
+
+    def again(self, id_: int, keys: Sequence[PrefixHash], kind: Kind) -> None:
         """Nothing is noted."""
 
     def check(self) -> None:

@@ -144,6 +144,10 @@ class LinearStateBlockManager:
         The deepest ones if there are not enough, or as a selective policy chooses.
         """
         assert not seq.snapshots, "snapshots of an earlier step were not committed"
+        source = seq.state_source
+        if source is not None and source.boundary == start and self._is_save_point(seq, start):
+            keys = seq.linear_state_hashes[: start // self.chunk_stride]
+            self.pool.policy.again(source.slot_id, keys, self._kind(seq, start))
         points = self._save_points(seq, start, end - 1)
         new = {b: kind for b, kind in points.items() if self._is_new(self._save_at(seq, b))}
         seq.snapshots = sorted(self._admitted(seq, new, start).items())

@@ -220,6 +220,12 @@ class ValueIndex:
         self._states.insert(id_, boundary, keys)
         self._supersede(keys, kind)
 
+    def again(self, id_: int, keys: Sequence[PrefixHash], kind: Kind) -> None:
+        """The very end of a prompt is the tip of one that adds little to it."""
+        if id_ in self._live and self._live[id_].kind is Kind.END and kind is not Kind.END:
+            self._become(self._live[id_], kind)
+            self._supersede(keys, kind)
+
     def _supersede(self, keys: Sequence[PrefixHash], kind: Kind) -> None:
         """A prompt went on from the state above, if that was a prompt's end."""
         if kind not in (Kind.COMB, Kind.WHOLE, Kind.END):

@@ -257,3 +257,14 @@ def test_the_source_of_a_rotation_gives_way_to_the_one_that_is_matched():
     manager.check([slow])
     manager.commit(slow, 14)
     manager.check([slow])
+
+
+def test_the_slots_of_guesses_are_held_by_who_verifies_them():
+    manager = composite(num_scratch=3)
+    seq = prefilled(manager, range(9))
+    assert manager.linear.take_scratch(seq, 3)
+    manager.check([seq])
+    with pytest.raises(AssertionError, match="leaks"):
+        manager.check([])
+    manager.release(seq)
+    manager.check([])

@@ -406,6 +406,28 @@ def test_the_end_of_a_shorter_prompt_is_not_used_by_who_resumes_below_it():
     assert uses(policy) == {Kind.TIP: 1, Kind.END: 0}
 
 
+def test_the_end_of_a_prompt_is_the_tip_of_the_next_one_that_adds_little():
+    manager = composite(
+        num_blocks=400, num_slots=34, placement=combined(None, ends=(0, 4)), policy=ValueIndex()
+    )
+    policy = manager.linear.pool.policy
+    for length in (14, 18, 22):
+        served(manager, range(length))
+    kinds = {policy._states[id_].boundary: seen.kind for id_, seen in policy._live.items()}
+    assert kinds == {8: Kind.SUPERSEDED, 12: Kind.SUPERSEDED, 16: Kind.TIP, 20: Kind.END}
+    policy.check()
+
+
+def test_what_is_no_end_stays_what_it_is_when_it_would_be_saved_again():
+    policy = ValueIndex()
+    save(policy, 1, path("a"), Kind.BRANCH)
+    save(policy, 2, path("a", "b"), Kind.END)
+    policy.again(1, path("a"), Kind.TIP)
+    policy.again(2, path("a", "b"), Kind.END)
+    policy.again(9, path("x"), Kind.TIP)
+    assert [policy._live[id_].kind for id_ in (1, 2)] == [Kind.BRANCH, Kind.END]
+
+
 def test_an_end_is_young_again_when_it_is_used():
     policy = ValueIndex()
     save(policy, 1, path("a"))
