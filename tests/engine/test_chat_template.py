@@ -308,16 +308,22 @@ def test_the_next_prompt_starts_as_predicted(name, texts, answer, following, sys
     assert len(prefix) >= points[0] > 0
 
 
-def test_of_a_long_prompt_only_the_end_is_tokenised():
+def test_of_a_long_prompt_only_the_end_and_its_opening_are_tokenised():
     class Counting(Tokenizer):
-        num_characters = 0
+        num_characters = num_decoded = 0
 
         def encode(self, text):
             self.num_characters += len(text)
             return super().encode(text)
 
-    tokenizer = Counting.from_directory(BUILTIN_MODEL_DIR)
-    long = [{"role": "user", "content": USER["content"] * 5000}]
-    prompt = WORDS.encode(BUILTIN.render(long))
-    assert reusable_points(BUILTIN, tokenizer, long, prompt) == [len(prompt)]
-    assert tokenizer.num_characters < 1000
+        def decode(self, ids, **options):
+            self.num_decoded += len(ids)
+            return super().decode(ids, **options)
+
+    system = {"role": "system", "content": "Be brief."}
+    for opening in ([], [system]):
+        tokenizer = Counting.from_directory(BUILTIN_MODEL_DIR)
+        long = [*opening, {"role": "user", "content": USER["content"] * 5000}]
+        prompt = WORDS.encode(BUILTIN.render(long))
+        assert reusable_points(BUILTIN, tokenizer, long, prompt)[-1] == len(prompt)
+        assert tokenizer.num_characters < 1000 and tokenizer.num_decoded < 1000
