@@ -415,6 +415,9 @@ def test_the_end_of_a_prompt_is_the_tip_of_the_next_one_that_adds_little():
         served(manager, range(length))
     kinds = {policy._states[id_].boundary: seen.kind for id_, seen in policy._live.items()}
     assert kinds == {8: Kind.SUPERSEDED, 12: Kind.SUPERSEDED, 16: Kind.TIP, 20: Kind.END}
+    served(manager, range(40))  # resumes from 20, and has its tip far below
+    kinds = {policy._states[id_].boundary: seen.kind for id_, seen in policy._live.items()}
+    assert kinds[16] is Kind.SUPERSEDED and kinds[20] is Kind.END
     policy.check()
 
 

@@ -53,7 +53,7 @@ def test_recency_is_a_share_of_the_oldest_and_work_one_of_the_mean():
 
 
 def test_work_counts_from_the_next_shallower_state():
-    policy = FlopAware(5.0, tokens)
+    policy = FlopAware(50.0, tokens)
     save(policy, 1, "ab")
     save(policy, 2, "abcdef")
     save(policy, 3, "abcdefg")
@@ -62,7 +62,8 @@ def test_work_counts_from_the_next_shallower_state():
     assert policy.evict() == 1
     policy.check()
     save(policy, 5, "mnopq")
-    assert policy.evict() == 4  # 3 against the 5 and 6 of the others: without 1 all six are saved
+    assert policy.evict() == 4  # 3 strides against 5 and 6: without 1 all six are saved by 2
+    assert policy.evict() == 5
 
 
 def test_a_state_that_is_in_use_is_weighed_when_it_is_released():
