@@ -46,7 +46,7 @@ def test_a_miss_with_caching_off_says_disabled():
 
 def test_the_smallest_prompt_that_can_hit_is_reported_and_true():
     for stride in (64, 128):
-        llm = make_engine(chunk_stride=stride, checkpoint_every=stride, **POOLS)
+        llm = make_engine(chunk_stride=stride, **POOLS)
         smallest = llm.stats().smallest_prompt_that_can_hit
         assert smallest == stride + 1
         for length in (1, stride - 1, stride):
@@ -200,6 +200,13 @@ def test_by_default_states_are_at_prompt_ends_64_tokens_above_them_and_on_a_wide
     narrow = make_engine(checkpoint_every=128, num_slots=40, num_blocks=200)
     run(narrow, prompt)
     assert narrow.stats().saves == 5 + 1  # the end is on the comb
+
+
+@pytest.mark.parametrize("shared", [128, 191, 192, 200, 300, 449, 513])
+def test_by_default_the_third_prompt_with_a_text_resumes_within_127_tokens_of_its_end(shared):
+    llm = make_engine(num_slots=40, num_blocks=200)
+    found = [run(llm, fork(shared, 200, branch=branch)).boundary for branch in range(3)]
+    assert found[0] == 0 and 0 < found[2] <= shared <= found[2] + 127
 
 
 @pytest.mark.parametrize("restore", ["copy", "redirect"])

@@ -35,6 +35,24 @@ def test_a_chat_is_the_rendered_conversation_with_its_points_of_reuse():
     assert list(job.save_points) == points != []
 
 
+def test_the_second_conversation_with_a_system_message_resumes_at_its_end():
+    llm = LLM(BUILTIN_MODEL_DIR, num_slots=8, num_blocks=100, max_num_seqs=1)
+    plan = RequestPlanner(llm, TEMPLATE)
+    system = {"role": "system", "content": FACTS * 3}
+    boundaries, prompts = [], []
+    for text in ("Ada lives in Oslo. " * 30, "Who lives there? " * 30):
+        body = chat(messages=[system, {"role": "user", "content": text}], max_tokens=1)
+        [job] = plan.chat_jobs(body, "r")
+        llm.add_request(job.prompt, job.sampling, save_points=job.save_points)
+        while llm.has_unfinished():
+            [output] = llm.step()
+        boundaries.append(output.boundary)
+        prompts.append(job.prompt)
+    shared = next(i for i, (a, b) in enumerate(zip(*prompts, strict=False)) if a != b)
+    assert shared < len(prompts[0]) - 128 and boundaries == [0, shared // 64 * 64]
+    assert boundaries[1] >= 64
+
+
 @pytest.mark.parametrize("num_blocks, room", [(6, 5 * 64 + 1), (1000, 32768)])
 def test_a_chat_without_a_limit_gets_all_the_room_there_is(num_blocks, room):
     """The pool's, or the model's; the last token needs no K/V row."""
